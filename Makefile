@@ -51,14 +51,14 @@ emulator:
 emulated: emulator
 	$(EMULATED) cargo test $(TESTS)
 ifeq ($(origin TESTS),file)
-	$(EMULATED) cargo test -p antiphon-collectives --test cuda -- --test-threads 1 orders::
+	$(EMULATED) cargo test -p antiphon-collectives --test cuda --test cuda_warm -- --test-threads 1 orders:: takes_nothing
 endif
 
 # Every GPU test, and afterwards whether those that were skipped are the known ones. An hour.
 emulated-all: emulator $(VENV)/installed
 	rm -f $(SKIPPED)-emulated-all
 	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test --no-fail-fast \
-		-p antiphon-device -p antiphon-fabric -p antiphon-collectives -p antiphon-moe --test cuda -- --test-threads 1
+		-p antiphon-device -p antiphon-fabric -p antiphon-collectives -p antiphon-moe --test cuda --test cuda_warm -- --test-threads 1
 	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test -p antiphon-collectives --test conformance -- --test-threads 1 ::gpus::
 	$(PYTHON) -m maturin develop --quiet
 	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) $(PYTHON) -m pytest -m cuda

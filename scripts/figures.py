@@ -25,7 +25,8 @@ In a REGEX {row} is the first cell of the row, {cell 1} that of column 1, and {h
 numbers, without commas.
 
 Figures in sentences have two rules: the groups of `text REGEX` are numbers of the paragraph behind the comment, and those of the `line REGEX`
-behind it the same numbers in the record. `<!-- figures none: REASON -->` stands in front of a table of numbers that are not measured.
+behind it the same numbers in the record. A paragraph that speaks of µs, of GB/s or of a multiple of NCCL's time has a comment, too.
+`<!-- figures none: REASON -->` stands in front of numbers that are not measured.
 
 A record of JSON is read as lines too, one for each of its rows, or one for all: `|key=value|key.inner=value|`.
 """
@@ -47,6 +48,9 @@ LOST = "not recorded"
 #: From then on every record has all facts.
 SINCE = date(2026, 11, 25)
 NUMBER = re.compile(r"(?<![\w.])[−-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?<![\w.])[−-]?\d+(?:\.\d+)?")
+#: What a paragraph says of a measurement. A fenced block is of a program's output.
+MEASURED = re.compile(r"\d µs|× NCCL|\d GB/s")
+FENCE = re.compile(r"^ *```", re.MULTILINE)
 MARKER = re.compile(r" *<!-- figures (.*?)--> *\n", re.DOTALL)
 
 
@@ -293,7 +297,10 @@ def correct_page(page: Path, results: Path, problems: list[str]) -> str:
     """The page with the figures of its records."""
     text = page.read_text()
     parts = re.split(r"(?<=\n)(\n+)", text)  # paragraphs and what is between them
+    is_output = False
     for at, part in enumerate(parts):
+        begins_as_output = is_output
+        is_output ^= len(FENCE.findall(part)) % 2 == 1
         where = f"{page.name}:{text.count(chr(10), 0, sum(map(len, parts[:at]))) + 1}"
         marked = MARKER.match(part)
         body = part[marked.end() :] if marked else part
@@ -303,6 +310,8 @@ def correct_page(page: Path, results: Path, problems: list[str]) -> str:
         if marked is None:
             if table and is_of_figures(table):
                 problems.append(f"{where}: a table of figures without `<!-- figures RECORD` in front of it")
+            elif not begins_as_output and not FENCE.search(body) and (measured := MEASURED.search(body)):
+                problems.append(f"{where}: {measured[0]!r} without `<!-- figures RECORD` in front of the paragraph")
             continue
         if marked[1].startswith("none: "):
             continue

@@ -378,12 +378,15 @@ def test_special_values_survive() -> None:
     ranks.threads(2, body)
 
 
-def test_a_parameter_that_requires_grad_is_read_and_written() -> None:
+def test_a_parameter_is_read_and_written_without_gradients_alone() -> None:
     def body(comm: antiphon.Communicator) -> None:
         x = torch.nn.Parameter(torch.ones(3))
-        total = comm.all_reduce(x)
-        assert total.tolist() == [2, 2, 2] and not total.requires_grad
-        comm.all_reduce(x, out=x)
+        with pytest.raises(ValueError, match="requires grad"):
+            comm.all_reduce(x)
+        with torch.no_grad():
+            total = comm.all_reduce(x)
+            assert total.tolist() == [2, 2, 2] and not total.requires_grad
+            comm.all_reduce(x, out=x)
         assert x.tolist() == [2, 2, 2] and x.requires_grad
 
     ranks.threads(2, body)

@@ -95,6 +95,16 @@ def test_a_cell_with_another_count_of_figures_fails(checkout: Path) -> None:
     assert "2 numbers in '7.4, 7.5', 1 in the record" in figures(checkout)[1]
 
 
+@pytest.mark.parametrize("sentence", ["It takes 7 µs.", "It takes 1.2 × NCCL's time.", "It moves 300 GB/s."])
+def test_a_sentence_without_its_record_fails(checkout: Path, sentence: str) -> None:
+    page = checkout / "docs/page.md"
+    page.write_text(PAGE + f"\n{sentence}\n")
+    status, said = figures(checkout)
+    assert status == 1 and "without `<!-- figures RECORD` in front of the paragraph" in said
+    page.write_text(PAGE + f"\n<!-- figures none: computed -->\n{sentence}\n\n```text\nWhat a program says:\n\n{sentence}\n```\n")
+    assert figures(checkout)[0] == 0
+
+
 def test_a_changed_record_fails(checkout: Path) -> None:
     change(checkout / "benches/results/box/2026-11-25-bench.txt", "7.40", "7.60")
     status, said = figures(checkout)

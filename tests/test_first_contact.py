@@ -20,10 +20,13 @@ from test_plans import all_gather
 
 LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "ANTIPHON_RENDEZVOUS"}
 
+#: How the variables of MPI's and Slurm's launchers begin.
+FOREIGN = ("OMPI_", "PMI_", "PMIX_", "SLURM_")
+
 
 def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A program that no launcher has started, but for what ``environment`` says."""
-    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS and not name.startswith(FOREIGN)}
     command = [sys.executable, "-c", program]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=inherited | environment)
 
@@ -44,6 +47,14 @@ def test_a_part_of_a_launchers_environment_is_an_error(name: str) -> None:
     assert run.returncode == 1 and "environment variable" in run.stderr and "antiphon run" in run.stderr, run.stderr
     run = python("import antiphon; antiphon.init(rank=0, world_size=1)", **{name: "1"})
     assert run.returncode == 1 and "rank and world_size need path or exchange" in run.stderr, run.stderr
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_STEP_NUM_TASKS"])
+def test_a_rank_of_mpi_or_slurm_is_not_alone(name: str) -> None:
+    for call in "antiphon.init()", "antiphon.init(rank=0, world_size=1)":
+        run = python(f"import antiphon; {call}", **{name: "3"})
+        assert run.returncode == 1 and f"{name}=3" in run.stderr and "exchange=MPI.COMM_WORLD.allgather" in run.stderr, run.stderr
+        assert "a world of this rank alone" not in run.stderr
 
 
 def test_other_worlds_need_a_way_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +270,41 @@ def test_weights_of_routers_are_cast(comm: antiphon.Communicator) -> None:
         experts.dispatch(x, ids, ids)
 
 
+def test_a_group_that_is_none_is_named() -> None:
+    group: Any = "world"
+    with pytest.raises(TypeError, match="ExpertParallel: the group must be an antiphon.Communicator or a torch process group, not 'world'"):
+        antiphon.moe.ExpertParallel(group, 4, 16)
+
+
+def test_a_dtype_may_be_written_in_each_of_its_ways(comm: antiphon.Communicator) -> None:
+    buffer = comm.create_shared_buffer(16)
+    for memory in (
+        buffer.memory(np.float32),
+        buffer.memory(np.dtype("float32")),
+        buffer.memory(torch.float32),
+        buffer.memory("float32"),
+        buffer.memory("torch.float32"),
+    ):
+        assert torch.from_dlpack(memory).dtype == torch.float32
+    with pytest.raises(ValueError, match="has not this machine's byte order"):
+        buffer.memory(np.dtype(np.float32).newbyteorder())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_what_ends_pickling_and_is_no_fault_of_the_object_stays_as_it_is(error: type[BaseException]) -> None:
+    class Stops:
+        def __reduce__(self) -> Any:
+            raise error
+
+    def body(comm: antiphon.Communicator) -> None:
+        stops: object = Stops() if comm.rank == 0 else 1
+        with pytest.raises(error if comm.rank == 0 else RuntimeError):
+            comm.exchange_objects(stops)
+        assert comm.exchange_objects(comm.rank) == [0, 1]
+
+    ranks.threads(2, body)
+
+
 def test_what_is_printed_says_what_it_is(comm: antiphon.Communicator) -> None:
     experts, x = antiphon.moe.ExpertParallel(comm, 4, 16), torch.ones(5, 16)
     ids = torch.arange(10).reshape(5, 2) % 4
@@ -278,6 +324,12 @@ def test_what_is_printed_says_what_it_is(comm: antiphon.Communicator) -> None:
     for handle in handles:
         with pytest.raises(ValueError, match="cannot be replaced"):
             handle._replace(**{handle._fields[0]: None})
+        with pytest.raises(ValueError, match="cannot be made from fields"):
+            type(handle)._make(list(handle))
+    buffer = antiphon.moe.deep_ep.Buffer(comm)
+    assert repr(buffer) == "<antiphon.moe.deep_ep.Buffer: normal calls, rank 0 of 1>"
+    hybrid = antiphon.moe.deep_ep.HybridEPBuffer(comm, 16, 8, 4)
+    assert repr(hybrid) == "<antiphon.moe.deep_ep.HybridEPBuffer: 4 experts of each rank, hidden 16, rank 0 of 1>"
     started = comm.start_all_reduce(x)
     started.wait()
     assert repr(started) == "<antiphon.Handle: all_reduce finished>"

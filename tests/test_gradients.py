@@ -99,7 +99,8 @@ REFUSED: dict[str, Callable[[Comm, Tensor], object]] = {
 ALONE: dict[str, Callable[[Comm, Tensor], object]] = {
     "reduce": lambda comm, x: comm.reduce(x),
     "gather": lambda comm, x: comm.gather(x),
-    "all_reduce_fused": lambda comm, x: comm.all_reduce_rms_norm(x),
+    "all_reduce_rms_norm": lambda comm, x: comm.all_reduce_rms_norm(x),
+    "all_reduce_fused": lambda comm, x: comm.all_reduce_fused(x=x, sum_out=torch.empty_like(x)),
     "send_recv": lambda comm, x: comm.send_recv(x, 0, torch.empty_like(x), 0),
     "start_send": lambda comm, x: comm.start_send(x, 0),
     "execute": lambda comm, x: comm.load_plan(all_gather(1)).execute(x),
@@ -130,6 +131,27 @@ def test_in_place_operators_refuse_gradients_when_they_run_and_when_they_are_com
         for run in program, torch.compile(program, backend="aot_eager"):
             with pytest.raises(Exception, match="all_reduce_?: a tensor requires grad"):
                 run(w, group)
+
+
+def test_forward_mode_derivatives_are_refused_and_not_0() -> None:
+    from torch.autograd import forward_ad
+
+    with alone() as comm:
+        group, x = antiphon.torch.ops.register(comm), torch.ones(4, 8)
+        for name in ("all_reduce", "all_gather", "all_reduce_rms_norm"):
+            operator: Any = getattr(ops, name)
+            with pytest.raises(NotImplementedError, match=f"{name}: forward-mode"):
+                torch.func.jvp(lambda x: operator(x * 3, group), (x,), (x,))
+            with forward_ad.dual_level():
+                with pytest.raises(NotImplementedError, match=f"{name}: forward-mode"):
+                    operator(forward_ad.make_dual(x, x), group)
+            operator(x, group)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, x)
+            for name, call in {**REFUSED, **ALONE}.items():
+                with pytest.raises(NotImplementedError, match=f"{name}: a tensor has a tangent of forward mode"):
+                    call(comm, dual)
+            assert torch.equal(comm.all_reduce(forward_ad.unpack_dual(dual).primal), x)
 
 
 #: What each call writes in place.

@@ -61,7 +61,8 @@ def test_a_call_on_the_host_takes_five_locks(operation: str) -> None:
         x, row = np.ones(COUNT, np.float32), np.ones(2 * COUNT, np.float32)
         return locks_of(lambda: HOST[operation](comm, x, row))
 
-    assert ranks.threads(2, body) == [5, 5]
+    # A rank that waits for long locks once more, to sleep.
+    assert all(5 <= locks < 5.1 for locks in ranks.threads(2, body))
 
 
 @pytest.mark.cuda

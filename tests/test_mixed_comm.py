@@ -515,12 +515,16 @@ class Elsewhere(CommBackend):
 
 @check
 def parameters_and_negated_views(device: torch.device) -> None:
-    """No mode passes gradients on, or takes bits for numbers."""
+    """No mode loses gradients in silence, or takes bits for numbers."""
     mixed = handler(2, device)
+    assert repr(mixed).startswith(f"<antiphon.comm.MixedCommHandler: rank {dist.get_rank()} of {WORLD}, tp_size 2, dp_size ")
     for mode, op in itertools.product(mixed.valid_mode_list, mixed.valid_op_list):
         x = torch.nn.Parameter(torch.ones(4, HIDDEN, device=device))
         wanted = 4.0 if op in SCATTERS else 2.0
-        found = run_mixed_comm(op, mixed, x, mode=mode)
+        with pytest.raises(ValueError, match="run_mixed_comm: a tensor requires grad"):
+            run_mixed_comm(op, mixed, x * 2, mode=mode)
+        with torch.no_grad():
+            found = run_mixed_comm(op, mixed, x, mode=mode)
         assert found.eq(wanted).all() and not found.requires_grad
         with pytest.raises(ValueError, match=r"is_neg is set\): pass .*resolve_neg\(\)"):
             run_mixed_comm(op, mixed, torch._neg_view(x.detach()), mode=mode)

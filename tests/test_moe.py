@@ -253,6 +253,30 @@ def test_gradients_may_be_missing_or_not_contiguous() -> None:
     threads(1, body)
 
 
+def test_router_weights_of_other_dtypes_are_cast() -> None:
+    def body(comm: antiphon.Communicator) -> None:
+        x, ids, weights = tokens_of(0, 5, 4)
+        weights, routing_map = weights.bfloat16(), torch.ones(5, 4, dtype=torch.bool)
+        probs = torch.rand(5, 4).bfloat16()
+        hybrid = deep_ep.HybridEPBuffer(comm, H, 5, 4)
+        forms: list[tuple[Callable[[Tensor], Any], Tensor]] = [
+            (lambda w: fused_a2a.fused_dispatch(x, ids, w, 4, comm)[2], weights),
+            (lambda w: fused_a2a.hybrid_ep_dispatch(x, routing_map, w, comm, 4)[1], probs),
+        ]
+        for form, given in forms:
+            mine, same = given.clone().requires_grad_(), given.float().requires_grad_()
+            found, expected = form(mine), form(same)
+            assert found.dtype == torch.float32 and torch.equal(found, expected)
+            found.sum().backward()
+            expected.sum().backward()
+            assert mine.grad is not None and mine.grad.dtype == torch.bfloat16 and torch.equal(mine.grad.float(), same.grad)
+        received = hybrid.dispatch(x, routing_map=routing_map, probs=probs)[1]
+        assert received is not None and torch.equal(received, probs.float())
+
+    fused_a2a.reset_hybrid_ep_buffer()
+    threads(1, body)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn])
 def test_codes_have_no_gradient_and_their_weights_have(dtype: torch.dtype) -> None:
     def body(comm: antiphon.Communicator) -> None:

@@ -264,7 +264,7 @@ def test_what_is_refused_is_named_with_its_numbers() -> None:
             return buffer.dispatch_with_permute(**{"hidden": x, "routing_map": routing_map, "probs": probs} | changed)
 
         for error, text, changed in (
-            (TypeError, "the probs must be torch.float32, not torch.float64", {"probs": probs.double()}),
+            (TypeError, "the weights must be of a floating-point dtype, not torch.int64", {"probs": probs.long()}),
             (TypeError, "the routing map must be torch.bool, not torch.int64", {"routing_map": routing_map.long()}),
             (ValueError, r"need a routing map of shape \[T, 3\], not \[5, 2\]", {"routing_map": routing_map[:, :2]}),
             (ValueError, r"must be of shape \[T, E\] = \[5, E\], not \[4, 3\]", {"routing_map": routing_map[:4]}),

@@ -115,6 +115,41 @@ def test_a_call_that_is_refused_on_one_rank_may_be_made_again() -> None:
     threads(2, body)
 
 
+def test_deep_eps_calls_refuse_tensors_that_require_grad() -> None:
+    """Their gradients would be lost. Megatron's functions call them where grad mode is off."""
+
+    def body(comm: antiphon.Communicator) -> None:
+        buffer, hybrid = deep_ep.Buffer(comm), deep_ep.HybridEPBuffer(comm, H, 3, 4)
+        x, ids, weights = tokens_of(0, 3, 4)
+        routing_map = torch.ones(3, 4, dtype=torch.bool)
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, 4)
+        rows, _, _, _, handle, _ = buffer.dispatch(x, None, per_rank, None, is_in_rank, per_expert, ids, weights)
+        assert isinstance(rows, torch.Tensor) and handle is not None
+        few = torch.ones(3, 8, dtype=torch.bfloat16)
+        slots, _, low, _, _ = buffer.low_latency_dispatch(few, ids, 3, 4, use_fp8=False)
+        by_token = hybrid.dispatch(x, routing_map=routing_map)
+        by_expert = hybrid.dispatch_with_permute(hidden=x, routing_map=routing_map)
+        calls: dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], Any]]] = {
+            "dispatch: ": (x, lambda x: buffer.dispatch(x, None, per_rank, None, is_in_rank, per_expert, ids, weights)),
+            "dispatch:": (weights, lambda w: buffer.dispatch(x, None, per_rank, None, is_in_rank, per_expert, ids, w)),
+            "combine: ": (rows, lambda rows: buffer.combine(rows, handle)),
+            "low_latency_combine": (weights, lambda w: buffer.low_latency_combine(slots, ids, w, low)),  # type: ignore[arg-type]
+            "low_latency_dispatch": (few, lambda x: buffer.low_latency_dispatch(x, ids, 3, 4, use_fp8=False)),
+            "dispatch": (x, lambda x: hybrid.dispatch(x, routing_map=routing_map)),
+            "combine": (by_token[0], lambda rows: hybrid.combine(rows, handle=by_token[3])),
+            "dispatch_with_permute": (x, lambda x: hybrid.dispatch_with_permute(hidden=x, routing_map=routing_map)),
+            "combine_with_unpermute": (by_expert[0], lambda rows: hybrid.combine_with_unpermute(hidden=rows, handle=by_expert[4])),
+        }
+        for name, (tensor, call) in calls.items():
+            leaf = tensor.detach().clone().requires_grad_()
+            with pytest.raises(ValueError, match=f"^{name}.*a tensor requires grad.*antiphon.moe.ExpertParallel"):
+                call(leaf * 1)
+            with torch.no_grad():
+                call(leaf * 1)
+
+    threads(1, body)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [None, [1.0], np.ones((3, H), dtype=np.float32), torch.eye(3, H).to_sparse(), torch.ones(3, H, device="meta")],

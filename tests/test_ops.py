@@ -68,20 +68,21 @@ def compiled(comm: Comm, device: Device, backend: str) -> None:
             torch.testing.assert_close(mine, wanted)
 
 
+# These operators have no gradient, and refuse a tensor that requires one.
 def in_place(x: torch.Tensor, group: str) -> torch.Tensor:
-    x = x + 1
+    x = x.detach() + 1
     ops.all_reduce_(x, group=group, op="max")
     return x
 
 
 def from_the_root(x: torch.Tensor, group: str) -> torch.Tensor:
-    x = x + 1
+    x = x.detach() + 1
     ops.broadcast_(x, group, root=1)
     return x
 
 
 def norm(x: torch.Tensor, group: str) -> torch.Tensor:
-    return ops.all_reduce_rms_norm(x, group)[0]  # type: ignore[no-any-return]
+    return ops.all_reduce_rms_norm(x.detach(), group)[0]  # type: ignore[no-any-return]
 
 
 def halves(x: torch.Tensor, group: str) -> torch.Tensor:

@@ -101,6 +101,7 @@ def test_every_crate_says_what_a_registry_shows() -> None:
         "antiphon-emulator",
         "antiphon-python",
         "antiphon-sass",
+        "antiphon-testing",
     }
     for package in published:
         said = ["description", "documentation", "keywords", "categories", "license", "readme", "rust_version"]

@@ -99,7 +99,8 @@ def init(
 
     Without ``path``, ``group`` and ``exchange`` the environment describes the world (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
     ``MASTER_PORT``, as ``antiphon run`` and torchrun set them). If no launcher has set any of it, as in a notebook, the world is this
-    rank alone, and a line on standard error says so; ``rank=0, world_size=1`` does the same. Otherwise pass exactly one of these:
+    rank alone, and a line on standard error says so; ``rank=0, world_size=1`` does the same. Several ranks of ``mpirun`` or ``srun`` raise
+    ``RuntimeError``. Otherwise pass exactly one of these:
 
     * ``path``: the path of a Unix socket, which exists until all ranks have joined. Needs ``rank`` and ``world_size``. A rank
       must know ``secret`` to join. By default it is the path itself: then any process of this user that can open the socket
@@ -134,8 +135,9 @@ def init(
     if not ways:
         launched = any(name in os.environ for name in _LAUNCHERS)
         if parent is None and not launched and (rank, world_size) in ((None, None), (0, 1)):
+            comm = Communicator.alone(timeout, arena_bytes)
             print("antiphon: a world of this rank alone; `antiphon run -n RANKS program.py` starts several", file=sys.stderr)
-            return Communicator.alone(timeout, arena_bytes)
+            return comm
         if rank is not None or world_size is not None:
             raise ValueError("init: rank and world_size need path or exchange; from the environment both are read")
         if parent is not None:

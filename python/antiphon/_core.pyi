@@ -136,7 +136,7 @@ class Communicator:
     rank's block of ``x``. Gradients are not tracked: a tensor that requires grad raises ``ValueError`` unless grad mode is off, and names the
     operator of ``torch.ops.antiphon`` that tracks it. What a call writes counts as written for autograd.
 
-    An operator is its name in any case, an :class:`antiphon.ReduceOp`, or one of ``torch.distributed``.
+    An operator is its name in lower or upper case, an :class:`antiphon.ReduceOp`, or one of ``torch.distributed``.
 
     Reductions take float64, float32, float16, bfloat16, int64, int32, int8 and uint8, and give the same bits on
     every rank; ``"band"``, ``"bor"`` and ``"bxor"`` take only the integers. All other operations take elements of any whole

@@ -8,16 +8,18 @@ Torch's own ordered effects (``torch.library._register_effectful_op``) are not e
 fuses what calls read, and operators that write arguments have none.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.autograd import forward_ad
 from torch.fx.node import has_side_effect
 
-__all__ = ["Operators"]
+__all__ = ["Operators", "refuse_gradients"]
 
 
 class Operators:
@@ -48,7 +50,7 @@ class Operators:
             trace = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
             place = vars(mode if trace is None else trace.tracer)
             if name not in self._differentiable:
-                _refuse_gradients(name, (x, *arguments, *named.values()))
+                refuse_gradients(name, (x, *arguments, *named.values()))
             with mode:
                 ticket = place.get(_TICKET)
                 results = ordered(x.new_empty(0) if ticket is None else ticket, x, *arguments, **named)
@@ -66,6 +68,7 @@ class Operators:
 
     def _define(self, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
         name = schema.partition("(")[0]
+        kernel = _without_tangents(name, kernel)
         self._library.define(schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
         # Plain kernels: those of `torch.library.custom_op` take several times as long for each call.
         for key in ("CPU", "CUDA"):
@@ -76,13 +79,31 @@ class Operators:
         return operator
 
 
-def _refuse_gradients(name: str, arguments: Sequence[Any]) -> None:
-    """As the communicator's methods, which a compiled program calls where grad mode is off."""
+def refuse_gradients(
+    name: str, arguments: Iterable[Any], instead: str = "an operator that returns a tensor, such as torch.ops.antiphon.all_reduce"
+) -> None:
+    """Raises ``ValueError`` if one of the arguments requires grad and grad mode is on, as the communicator's methods do, which a compiled
+    program calls where it is off. ``instead`` is what has a gradient."""
     if torch.is_grad_enabled() and any(isinstance(each, Tensor) and each.requires_grad for each in arguments):
         raise ValueError(
-            f"{name}: a tensor requires grad, and {name} tracks no gradient: use an operator that returns a tensor, such as"
-            " torch.ops.antiphon.all_reduce, pass x.detach(), or call it under torch.no_grad()"
+            f"{name}: a tensor requires grad, and {name} tracks no gradient: use {instead}, pass x.detach(), or call it under"
+            " torch.no_grad()"
         )
+
+
+def _without_tangents(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel``, which raises where forward mode would lose a derivative."""
+
+    @functools.wraps(kernel)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        # `torch.func.jvp` hides a tensor's tangent from kernels, so an open level is refused with or without one.
+        if forward_ad._current_level >= 0:
+            raise NotImplementedError(
+                f"{name}: forward-mode derivatives are not computed: call it outside of torch.func.jvp and forward_ad.dual_level()"
+            )
+        return kernel(*arguments, **named)
+
+    return checked
 
 
 #: The name under which a trace keeps the ticket for its next call.

@@ -26,7 +26,7 @@ class ReduceOp(str, enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> "ReduceOp | None":
-        """As calls read names: in any case, and ``"mean"`` too."""
+        """As calls read names: in lower, upper or mixed case, and ``"mean"`` too."""
         name = value.lower() if isinstance(value, str) else value
         return cls.AVG if name == "mean" else next((op for op in cls if op.value == name), None)
 
@@ -46,18 +46,19 @@ class _DType(Protocol):
 
 
 OpName: TypeAlias = Literal["sum", "prod", "min", "max", "avg", "mean", "band", "bor", "bxor"]
-#: What every call takes as an operator. ``ReduceOp(name)`` makes one of any string.
+#: What every call takes as an operator: names in lower or upper case. ``ReduceOp(name)`` makes one of any string.
 Op: TypeAlias = (
     OpName
     | Literal["SUM", "PROD", "MIN", "MAX", "AVG", "MEAN", "BAND", "BOR", "BXOR"]
     | ReduceOp
     | _TorchReduceOp
-    | enum.Enum  # that of torch, which torch's own types do not tell from others
+    # Torch's. Its own types do not tell it from other enums, and torch may not be installed: others raise ``TypeError`` in calls.
+    | enum.Enum
 )
 Algorithm: TypeAlias = Literal["one-shot", "two-shot"]
 #: The quantisations of a norm.
 Quantize: TypeAlias = Literal["fp8", "fp8-tokens", "fp8-tokens-reciprocal", "fp8-groups", "nvfp4"]
 #: The layouts of the scales of FP4.
 ScaleLayout: TypeAlias = Literal["128x4", "8x4", "linear"]
-#: A dtype: its name in torch or NumPy, or a dtype of one of the two.
-DTypeName: TypeAlias = str | _DType
+#: A dtype: its name in torch or NumPy, or a dtype of one of the two, or a scalar type of NumPy.
+DTypeName: TypeAlias = str | _DType | type[Any]

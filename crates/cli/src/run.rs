@@ -34,7 +34,8 @@ Examples:
 Exit status:
   0 when every rank exits with 0, else that of the rank that failed first: its exit code, or 128 and
   the number of the signal that killed it. 1 when what the ranks wrote could not be handed on, 124 when
-  the time limit passed, 126 when the program cannot be executed, 127 when it does not exist.")]
+  the time limit passed, 126 when the program cannot be executed, 127 when it does not exist. Of a
+  script of Python, Python itself tells the last two, with exit code 2.")]
 pub struct Args {
     /// The number of ranks, from 1 to 4096
     #[arg(short = 'n', long = "ranks", value_name = "RANKS")]

@@ -1,6 +1,8 @@
 //! `antiphon completions`: each shell reads its script, and the script has every command.
 
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Output};
+
+use antiphon_testing::program;
 
 fn completions(shell: &str) -> Output {
     Command::new(env!("CARGO_BIN_EXE_antiphon")).args(["completions", shell]).output().unwrap()
@@ -21,14 +23,7 @@ fn every_command_is_in_every_script() {
 /// What bash itself offers after `antiphon do`.
 #[test]
 fn bash_completes_a_command() {
-    if !Command::new("bash")
-        .arg("--version")
-        .stdout(Stdio::null())
-        .status()
-        .is_ok_and(|status| status.success())
-    {
-        return eprintln!("skipped: there is no bash");
-    }
+    let Some(()) = program("bash") else { return };
     let script = String::from_utf8(completions("bash").stdout).unwrap();
     let ask =
         "\nCOMP_WORDS=(antiphon do); COMP_CWORD=1; _antiphon antiphon do antiphon; echo \"${COMPREPLY[*]}\"";

@@ -6,7 +6,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use antiphon_testing::{Need, need};
+use antiphon_testing::{Need, need, program};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -340,14 +340,7 @@ fn a_rank_that_left_early_without_an_error_is_named_beside_the_first_failure() {
 /// As torchrun, whether or not the script may be executed, and wherever it lies.
 #[test]
 fn a_script_of_python_is_run_by_python() {
-    if !Command::new("python3")
-        .arg("--version")
-        .stdout(Stdio::null())
-        .status()
-        .is_ok_and(|status| status.success())
-    {
-        return eprintln!("skipped: there is no python3");
-    }
+    let Some(()) = program("python3") else { return };
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("hello.py"), "import os, sys\nprint(os.environ['RANK'], *sys.argv[1:])\n")
         .unwrap();

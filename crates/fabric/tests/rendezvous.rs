@@ -11,6 +11,7 @@ use antiphon_fabric::{
     Communicator, FabricError,
     rendezvous::{RendezvousError, Secret, Ticket},
 };
+use antiphon_testing::root;
 
 type Builder = antiphon_fabric::Builder;
 
@@ -193,9 +194,7 @@ fn a_path_that_cannot_hold_a_socket_is_an_error_on_all_ranks_at_once() {
 
 #[test]
 fn a_folder_that_this_user_may_not_use_is_an_error_on_all_ranks() {
-    if !rustix::process::geteuid().is_root() {
-        return; // only root can become somebody else
-    }
+    let Some(()) = root() else { return };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("meeting");
     let _roots = UnixListener::bind(&path).unwrap();

@@ -16,6 +16,7 @@ use antiphon_fabric::{
     Builder, Communicator, FabricError,
     rendezvous::{Address, Card, RendezvousError, Ticket, frame::Frame},
 };
+use antiphon_testing::root;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 
 fn builder(timeout: Duration) -> Builder {
@@ -330,9 +331,7 @@ fn a_process_that_takes_the_address_is_named_by_all_ranks_long_before_the_deadli
 /// Another user is not believed at all, whatever it knows.
 #[test]
 fn connections_of_another_user_get_no_answer() {
-    if !rustix::process::geteuid().is_root() {
-        return; // only root can become somebody else
-    }
+    let Some(()) = root() else { return };
     // Of the calling thread only.
     let become_nobody = || rustix::thread::set_thread_uid(rustix::fs::Uid::from_raw(65534)).unwrap();
     let ticket = Ticket::random();

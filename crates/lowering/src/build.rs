@@ -10,6 +10,7 @@ use crate::{
     graph::{Graph, Group, MAX_OPS, Op, Value},
     hash::{HashMap, HashSet},
     ids::ValueId,
+    json::Once,
     op::Kind,
     sym::Sym,
     types::{Class, Type},
@@ -18,7 +19,7 @@ use crate::{
 /// The longest graph that is read, in bytes.
 pub const MAX_TEXT_BYTES: usize = 256 << 20;
 /// The longest name of a value, an operation, a group or a symbol, in bytes.
-const MAX_NAME: usize = 256;
+pub(crate) const MAX_NAME: usize = 256;
 /// The most dimensions that a value may have.
 const MAX_DIMS: usize = 64;
 /// The most ranks that a group may have.
@@ -50,14 +51,15 @@ pub(crate) struct Out {
 impl Builder {
     pub(crate) fn sym(&mut self, at: &(impl Display + ?Sized), sym: Sym) -> Result<()> {
         check_name(at, &sym.name, is_of_a_name)?;
-        if sym.max.is_some_and(|max| max < sym.min)
+        if sym.min < 0
+            || sym.max.is_some_and(|max| max < sym.min)
             || self.graph.syms.iter().any(|other| other.name == sym.name)
         {
             let found = format!("{} from {} to {:?}", sym.name, sym.min, sym.max);
             return Err(LoweringError::unexpected(
                 at.to_string(),
                 found,
-                "a new symbol whose least value is not above its greatest",
+                "a new symbol whose least value is not negative, and not above its greatest",
             ));
         }
         check_count("symbols", self.graph.syms.len() + 1, 1 << 16)?;
@@ -67,6 +69,7 @@ impl Builder {
 
     pub(crate) fn group(&mut self, at: &(impl Display + ?Sized), group: Group) -> Result<()> {
         check_name(at, &group.name, is_of_a_group)?;
+        check_name(at, group.domain(), is_of_a_group)?;
         if !(1..=MAX_RANKS).contains(&group.size) || self.graph.group(&group.name).is_some() {
             let found = format!("{} of {} ranks", group.name, group.size);
             return Err(LoweringError::unexpected(
@@ -177,33 +180,37 @@ pub(crate) fn class_of(kind: &Kind) -> Class {
 
 /// The operation of a text as [`Graph::to_json`] writes it, or in any other order of attributes.
 pub(crate) fn kind_of_text(at: &(impl Display + ?Sized), text: &str) -> Result<Kind> {
-    let wanted = "an operation with its attributes";
-    let refused = |error| LoweringError::unexpected(at.to_string(), error, wanted);
-    // What is written again as it was read has no attribute that is not known.
+    let refused = |error| LoweringError::unexpected(at.to_string(), error, OPERATION);
+    // What is written again as it was read has no attribute that is not known, and none twice.
     if let Ok(kind) = serde_json::from_str::<Kind>(text)
         && serde_json::to_string(&kind).is_ok_and(|again| again == text)
     {
         return Ok(kind);
     }
-    kind(at, serde_json::from_str(text).map_err(refused)?)
+    let Once(attributes) = serde_json::from_str(text).map_err(refused)?;
+    kind(at, attributes)
 }
 
+/// What is wanted where an operation stands.
+const OPERATION: &str = "an operation with its attributes";
+
 /// The operation that its name and attributes say.
-pub(crate) fn kind(at: &(impl Display + ?Sized), attributes: Json) -> Result<Kind> {
-    let given = attributes.as_object().cloned().unwrap_or_default();
-    let wanted = || "an operation with its attributes";
-    let kind: Kind = serde_json::from_value(attributes)
-        .map_err(|error| LoweringError::unexpected(at.to_string(), error, wanted()))?;
+pub(crate) fn kind(at: &(impl Display + ?Sized), mut attributes: Json) -> Result<Kind> {
+    let of = |attributes: &Json| Kind::deserialize(attributes);
+    let kind =
+        of(&attributes).map_err(|error| LoweringError::unexpected(at.to_string(), error, OPERATION))?;
     let known = attributes_of(&kind);
-    for (key, value) in given {
-        if !known.contains_key(&key) && !says_nothing(&value) {
+    let given: Vec<String> = attributes.as_object().into_iter().flat_map(|map| map.keys().cloned()).collect();
+    for key in given.into_iter().filter(|key| !known.contains_key(key)) {
+        // It is a default, or not known: then it may be anything.
+        let value = attributes[&key].take();
+        attributes[&key] = serde_json::json!({ "": null });
+        if of(&attributes).is_ok() {
             let keys = known.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
-            return Err(LoweringError::unexpected(
-                at.to_string(),
-                format!("the attribute {key}"),
-                format!("one of {keys}"),
-            ));
+            let (found, wanted) = (format!("the attribute {key}"), format!("one of {keys}"));
+            return Err(LoweringError::unexpected(at.to_string(), found, wanted));
         }
+        attributes[&key] = value;
     }
     Ok(kind)
 }
@@ -213,16 +220,6 @@ pub(crate) fn attributes_of(kind: &Kind) -> serde_json::Map<String, Json> {
     match serde_json::to_value(kind) {
         Ok(Json::Object(map)) => map,
         _ => unreachable!("an operation is a table of plain values"),
-    }
-}
-
-/// Whether a value is the same as no value.
-fn says_nothing(value: &Json) -> bool {
-    match value {
-        Json::Null | Json::Bool(false) => true,
-        Json::Array(list) => list.is_empty(),
-        Json::String(text) => text.is_empty(),
-        _ => false,
     }
 }
 

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     analysis::Analysis,
+    build::MAX_NAME,
     hash::{HashMap, HashSet},
     ids::{OpId, TokenId, ValueId},
     op::Kind,
@@ -138,13 +139,16 @@ impl Graph {
         Names { taken, last: HashMap::default() }
     }
 
-    /// A token that no start has.
-    pub(crate) fn token(&self) -> TokenId {
+    /// Tokens that no start has.
+    pub(crate) fn new_tokens(&self) -> impl Iterator<Item = TokenId> + use<> {
         let tokens = self.ops.iter().filter_map(|op| match &op.kind {
             Kind::Start { token, .. } => Some(token.0),
             _ => None,
         });
-        TokenId(tokens.max().map_or(0, |token| token.wrapping_add(1)))
+        let taken: HashSet<u32> = tokens.collect();
+        let first = taken.iter().max().map_or(0, |token| token.wrapping_add(1));
+        let all = (0..=u32::MAX).map(move |number| first.wrapping_add(number));
+        all.filter(move |token| !taken.contains(token)).map(TokenId)
     }
 
     /// Puts `by` where `value` is used, among operands and outputs.
@@ -217,14 +221,18 @@ pub struct Names {
 
 impl Names {
     /// `wish`, or where that is taken `wish` with a number; it is taken from then on.
+    ///
+    /// A wish that is longer than a name may be is shortened.
     pub fn fresh(&mut self, wish: &str) -> String {
+        let wish = shortened(wish, MAX_NAME);
         if self.taken.insert(hash_of(wish)) {
             return wish.to_owned();
         }
         let last = self.last.entry(wish.to_owned()).or_default();
         loop {
             *last += 1;
-            let name = format!("{wish}_{last}");
+            let number = format!("_{last}");
+            let name = format!("{}{number}", shortened(wish, MAX_NAME - number.len()));
             if self.taken.insert(hash_of(&name)) {
                 return name;
             }
@@ -232,7 +240,13 @@ impl Names {
     }
 }
 
-/// Without a key, so that equal graphs get equal names in all processes.
+/// A text up to so many bytes.
+fn shortened(text: &str, most: usize) -> &str {
+    let is_end = |end: &usize| text.is_char_boundary(*end);
+    &text[..(0..=most.min(text.len())).rev().find(is_end).unwrap_or(0)]
+}
+
+/// The hash has no key, so that equal graphs get equal names in all processes.
 fn hash_of(name: &str) -> u64 {
     let mut hasher = DefaultHasher::new();
     name.hash(&mut hasher);

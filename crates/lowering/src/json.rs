@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
-use serde_json::value::RawValue;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use serde_json::{Map, Value as Json, map::Entry, value::RawValue};
 
 use crate::{
     build::{Builder, Out, check_length, class_of, kind_of_text},
@@ -49,7 +49,7 @@ impl<'de: 't, 't> Deserialize<'de> for Name<'t> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Visitor;
 
-        impl<'de> serde::de::Visitor<'de> for Visitor {
+        impl<'de> de::Visitor<'de> for Visitor {
             type Value = Name<'de>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -66,6 +66,70 @@ impl<'de: 't, 't> Deserialize<'de> for Name<'t> {
         }
 
         deserializer.deserialize_str(Visitor)
+    }
+}
+
+/// A value of JSON in which no table has a key twice.
+pub(crate) struct Once(pub(crate) Json);
+
+impl<'de> Deserialize<'de> for Once {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor;
+
+        impl<'de> de::Visitor<'de> for Visitor {
+            type Value = Json;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a value of JSON")
+            }
+
+            fn visit_unit<E>(self) -> Result<Json, E> {
+                Ok(Json::Null)
+            }
+
+            fn visit_bool<E>(self, value: bool) -> Result<Json, E> {
+                Ok(value.into())
+            }
+
+            fn visit_i64<E>(self, value: i64) -> Result<Json, E> {
+                Ok(value.into())
+            }
+
+            fn visit_u64<E>(self, value: u64) -> Result<Json, E> {
+                Ok(value.into())
+            }
+
+            fn visit_f64<E>(self, value: f64) -> Result<Json, E> {
+                Ok(value.into())
+            }
+
+            fn visit_str<E>(self, value: &str) -> Result<Json, E> {
+                Ok(value.into())
+            }
+
+            fn visit_seq<A: de::SeqAccess<'de>>(self, mut items: A) -> Result<Json, A::Error> {
+                let mut list = Vec::new();
+                while let Some(Once(item)) = items.next_element()? {
+                    list.push(item);
+                }
+                Ok(list.into())
+            }
+
+            fn visit_map<A: de::MapAccess<'de>>(self, mut entries: A) -> Result<Json, A::Error> {
+                let mut map = Map::new();
+                while let Some((key, Once(value))) = entries.next_entry::<String, Once>()? {
+                    match map.entry(key) {
+                        Entry::Vacant(entry) => drop(entry.insert(value)),
+                        Entry::Occupied(entry) => {
+                            return Err(de::Error::custom(format!("{} twice", entry.key())));
+                        }
+                    }
+                }
+                Ok(map.into())
+            }
+        }
+
+        deserializer.deserialize_any(Visitor).map(Self)
     }
 }
 

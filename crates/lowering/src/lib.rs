@@ -45,6 +45,7 @@
 #![warn(missing_docs)]
 
 mod analysis;
+mod bag;
 mod build;
 mod costs;
 mod decisions;
@@ -58,6 +59,7 @@ pub mod fuzz;
 mod graph;
 mod hash;
 mod ids;
+mod intern;
 mod interpret;
 mod json;
 mod lists;

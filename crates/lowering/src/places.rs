@@ -68,9 +68,10 @@ impl Places {
 
     /// A value's places in its storage.
     pub(crate) fn of(ty: &Type) -> Option<Self> {
-        match &ty.strides {
-            None => Some(Self { offset: ty.offset.clone(), ..Self::all(&ty.numel()?) }),
-            Some(strides) => Self::new(ty.offset.clone(), ty.shape.iter().zip(strides.iter().cloned())),
+        let Type { dtype: _, shape, strides, offset } = ty;
+        match strides {
+            None => Some(Self { offset: offset.clone(), ..Self::all(&SymExpr::product(shape)?) }),
+            Some(strides) => Self::new(offset.clone(), shape.iter().zip(strides.iter().cloned())),
         }
     }
 
@@ -203,7 +204,11 @@ impl Places {
         for Dim { extent, stride } in &self.dims {
             places.push_image(digits, &mut used, extent.clone(), stride.clone(), syms)?;
         }
-        Some(places)
+        // A digit that nothing but the offset takes has a bound too, and one that nothing takes has a place for its 0.
+        let is_below = |(digit, used): (&Digit, &SymExpr)| {
+            digit.extent.minus(used).is_some_and(|room| room.is_at_least(1, syms))
+        };
+        digits.iter().zip(&used).all(is_below).then_some(places)
     }
 
     fn push_image(
@@ -218,7 +223,8 @@ impl Places {
             return self.push(extent, zero());
         }
         for (digit, used) in digits.iter().zip(used.iter_mut()) {
-            let Some(times) = stride.divided(&digit.unit) else { continue };
+            let times = stride.divided(&digit.unit).filter(|times| times.is_at_least(0, syms));
+            let Some(times) = times else { continue };
             let most = used.plus(&extent.minus(&one())?.times(&times)?)?;
             if digit.extent.minus(&most)?.is_at_least(1, syms) {
                 *used = most;
@@ -250,7 +256,12 @@ mod tests {
 
     /// All places, one by one.
     fn listed(places: &Places) -> Vec<i64> {
-        let number = |size: &SymExpr| size.as_constant().unwrap();
+        listed_at(places, 0)
+    }
+
+    /// The same for a value of `s0`.
+    fn listed_at(places: &Places, s0: i64) -> Vec<i64> {
+        let number = |size: &SymExpr| size.value(&|_| Some(s0)).unwrap();
         let mut list = vec![number(&places.offset)];
         for dim in &places.dims {
             let steps = 0..number(&dim.extent);
@@ -308,6 +319,54 @@ mod tests {
             }
         }
         assert!(equal > 100 && composed > 500 && inverted > 500, "{equal} {composed} {inverted}");
+    }
+
+    #[test]
+    fn maps_of_symbolic_sizes_hold_for_every_size() {
+        let mut state = 5u64;
+        let mut next = |limit: usize| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            ((state >> 33) % limit as u64) as usize
+        };
+        let size = |text: &str| SymExpr::parse(text).unwrap();
+        let extents = ["1", "2", "3", "4", "s0", "s0", "s0+1", "2*s0", "s0//2"].map(size);
+        let strides = ["0", "1", "2", "4", "8", "s0", "2*s0", "16", "s0+1", "100"].map(size);
+        let offsets = ["0", "0", "1", "3", "5", "16", "s0", "8*s0"].map(size);
+        let mut random = || {
+            let dims: Vec<(&SymExpr, SymExpr)> = (0..next(4))
+                .map(|_| (&extents[next(extents.len())], strides[next(strides.len())].clone()))
+                .collect();
+            Places::new(offsets[next(offsets.len())].clone(), dims).unwrap()
+        };
+        let (mut composed, mut inverted, mut symbolic) = (0, 0, 0);
+        for round in 0..60_000 {
+            let least = [0, 1, 2, 6][round % 4];
+            let syms = [Sym { name: "s0".into(), min: least, max: Some(9), hint: None }];
+            let (a, b) = (random(), random());
+            let (both, inside) = (a.of_places(&b, &syms), a.within(&b, &syms));
+            composed += u32::from(both.is_some());
+            inverted += u32::from(inside.is_some());
+            symbolic +=
+                u32::from(both.as_ref().is_some_and(|both| both.reach().unwrap().as_constant().is_none()));
+            for s0 in least..=9 {
+                let (x, y) = (listed_at(&a, s0), listed_at(&b, s0));
+                let of =
+                    |places: &[i64]| places.iter().map(|at| y.get(*at as usize).copied()).collect::<Vec<_>>();
+                if let Some(both) = &both {
+                    let found: Vec<_> = listed_at(both, s0).into_iter().map(Some).collect();
+                    assert_eq!(found, of(&x), "{a:?} of {b:?} at {s0}");
+                }
+                if let Some(inside) = &inside {
+                    let found: Vec<_> = x.iter().copied().map(Some).collect();
+                    assert_eq!(of(&listed_at(inside, s0)), found, "{a:?} within {b:?} at {s0}");
+                }
+                let mut sorted = x.clone();
+                sorted.sort_unstable();
+                sorted.dedup();
+                assert!(!a.are_apart(&syms) || sorted.len() == x.len(), "{a:?} at {s0}");
+            }
+        }
+        assert!(composed > 500 && inverted > 500 && symbolic > 200, "{composed} {inverted} {symbolic}");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use crate::{
     error::LoweringError,
     graph::{Graph, Group},
     ids::ValueId,
+    json::Once,
     sym::{Sym, SymExpr},
     types::Type,
 };
@@ -202,7 +203,10 @@ impl<'t> Line<'t> {
         let name = self.word(is_of_a_group, "a name")?.to_owned();
         self.expect("size ")?;
         let size = self.number()?;
-        let domain = if self.take("domain ") { Some(self.name()?.to_owned()) } else { None };
+        let domain = match self.take("domain ") {
+            true => Some(self.word(is_of_a_group, "a name")?.to_owned()),
+            false => None,
+        };
         self.end().map(|()| Group { name, size, domain })
     }
 
@@ -243,12 +247,12 @@ impl<'t> Line<'t> {
             }
             let key = self.word(|c| c.is_ascii_alphanumeric() || c == '_', "an attribute")?;
             self.expect("=")?;
-            if key == "name" {
+            if key == "name" && name.is_none() {
                 name = Some(self.name()?.to_owned());
                 continue;
             }
             let value = self.json()?;
-            if attributes.insert(key.to_owned(), value).is_some() {
+            if key == "name" || attributes.insert(key.to_owned(), value).is_some() {
                 return Err(self.wanted("each attribute once"));
             }
         }
@@ -320,9 +324,12 @@ impl<'t> Line<'t> {
                 word => word.into(),
             });
         }
-        let mut stream = serde_json::Deserializer::from_str(self.rest).into_iter::<Json>();
+        let mut stream = serde_json::Deserializer::from_str(self.rest).into_iter::<Once>();
         let value = match stream.next() {
-            Some(Ok(value)) => value,
+            Some(Ok(Once(value))) => value,
+            Some(Err(error)) if error.is_data() => {
+                return Err(LoweringError::unexpected(self.at(), error, "a value of JSON"));
+            }
             _ => return Err(self.wanted("a word or a value of JSON")),
         };
         let used = stream.byte_offset();

@@ -148,6 +148,10 @@ fn integers_wrap_in_the_elements_in_which_they_are_computed() {
         ("%c: f32[4,4] = binary(%x, %b) op=div", "Div of i8 and i32"),
         ("%c: i8[4,4] = binary(%x) op=add scalar=300", "the number 300 is none of i8"),
         ("%c: i8[4,4] = binary(%x) op=add scalar=0.5", "the number 0.5 is none of i8"),
+        (
+            "%l: i64[4,4] = cast(%x)\n%c: i64[4,4] = binary(%l) op=add scalar=9223372036854775808",
+            "the number 9223372036854776000 is none of i64",
+        ),
         ("%f: f32[4,4] = cast(%x)\n%c: f32[4,4] = binary(%x, %f) op=add", "Add of i8 and f32"),
         ("%f: u8[4,4] = cast(%x)\n%c: i32[4,4] = binary(%x, %f) op=add", "Add of i8 and u8"),
         ("%c: f32[4,4] = unary(%x) op=rsqrt", "Rsqrt of i8"),
@@ -266,6 +270,27 @@ fn no_rounding_is_new() {
         )
         .is_empty()
     );
+}
+
+#[test]
+fn ranks_reduce_numbers_and_bits_of_integers() {
+    let call = |dtype: &str, red: &str| {
+        format!(
+            "group tp size 2\n%x: {dtype}[4] = input()\n%o: {dtype}[4] = sync(%x) prim=all_reduce group=tp red={red}\nreturn %o"
+        )
+    };
+    for (dtype, red) in [("f32", "avg"), ("i32", "band"), ("u8", "bxor"), ("bf16", "max"), ("i64", "prod")] {
+        graph(&call(dtype, red));
+    }
+    for (dtype, red, why) in [
+        ("f32", "band", "o: the reduction Band of f32"),
+        ("bf16", "bor", "o: the reduction Bor of bf16"),
+        ("bool", "sum", "o: the reduction Sum of bool"),
+        ("e4m3", "sum", "o: the reduction Sum of e4m3"),
+        ("opaque16", "max", "o: the reduction Max of opaque16"),
+    ] {
+        assert_eq!(refused(&call(dtype, red)), why);
+    }
 }
 
 #[test]

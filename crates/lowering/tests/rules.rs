@@ -49,6 +49,33 @@ fn the_same_sum_is_made_once() {
     assert!(after.report.to_string().contains("its memory is returned"), "{}", after.report);
 }
 
+/// A copy of a turned tensor has its elements, and a reshape has its memory: strided views of both show different elements.
+#[test]
+fn strided_views_show_the_storage() {
+    let before = graph(
+        "group tp size 2
+         %x: f32[4,4] = input()
+         %c: f32[4,4] = unary(%x) op=neg
+         %t: f32[4,4] strides [1,4] = view(%c) view={\"permute\":[1,0]}
+         %k: f32[4,4] = copy(%t)
+         %u: f32[4,4] strides [1,4] = view(%t) view=reshape
+         %a: f32[4,4] = view(%k) view=strided
+         %b: f32[4,4] = view(%u) view=strided
+         %s0: f32[4,4] = start(%a) prim=all_reduce group=tp red=max token=0
+         %w0: f32[4,4] = wait(%s0) tokens=[0]
+         %s1: f32[4,4] = start(%b) prim=all_reduce group=tp red=max token=1
+         %w1: f32[4,4] = wait(%s1) tokens=[1]
+         %d: f32[4,4] = binary(%w0, %w1) op=sub
+         return %d",
+    );
+    let after = lowered(&before, &Options::default());
+    assert_eq!(after.report.calls, [2, 2], "{}", after.report);
+    same_numbers(&before, &after.graph);
+    // Views of one storage are one, whatever view they are of.
+    let text = before.to_text().replace("= copy(%t)", "= view(%c) view=reshape");
+    assert_eq!(lowered(&graph(&text), &Options::default()).report.calls, [2, 1]);
+}
+
 #[test]
 fn a_sum_over_one_rank_is_a_copy() {
     let before = program(&(sum("a", "%x", "alone", 0) + "return %a"));
@@ -77,6 +104,17 @@ fn sums_of_sums_are_one() {
     let before = program(&(three + "%q: f32[4,8] = binary(%p, %c) op=add\nreturn %q, %a, %c"));
     let after = lowered(&before, &Options { fuse: false, ..Options::default() });
     assert_eq!(after.report.calls, [3, 3]);
+}
+
+#[test]
+fn sums_that_cancel_each_other_out_merge() {
+    let parts =
+        "%p: f32[4,8] = binary(%x) op=sub scalar=1\n%q: f32[4,8] = binary(%x) op=sub scalar=1 swapped=true\n";
+    let uses = "%d: f32[4,8] = binary(%a, %b) op=add\nreturn %d";
+    let before = program(&(parts.to_owned() + &sum("a", "%p", "tp", 0) + &sum("b", "%q", "tp", 1) + uses));
+    let after = lowered(&before, &Options::default());
+    assert_eq!(after.report.calls, [2, 1], "{}", after.report);
+    same_numbers(&before, &after.graph);
 }
 
 #[test]

@@ -63,7 +63,9 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
     for world_size in [2, 4, MAX_WORLD] {
         variants.push(variant(Counting, world_size, architecture, &[]));
         variants.push(variant(Notifying, world_size, architecture, SLOTS));
-        variants.push(variant(Moving { staging }, world_size, architecture, rows));
+        let mut moving = variant(Moving { staging }, world_size, architecture, rows);
+        moving.rules.local_bytes = 8; // a register outside the loops
+        variants.push(moving);
         let summing = Summing::new(DType::BF16, staging, world_size).unwrap();
         let mut summing = variant(summing, world_size, architecture, rows);
         if world_size == 2 {
@@ -85,7 +87,7 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         let dtype = if world_size == 4 { DType::F32 } else { DType::BF16 };
         let summing = HybridSumming::new(dtype, staging, experts).unwrap();
         let mut summing = variant(summing, world_size, architecture, &["LDG.128.STRONG.SYS"]);
-        summing.rules.local_bytes = 32; // registers outside the loops
+        summing.rules.local_bytes = 40; // registers outside the loops
         variants.push(summing);
     }
     let of_phases = |phases| match phases {

@@ -35,7 +35,7 @@ pub enum ReduceOp {
 
 /// A text that names no [`ReduceOp`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown reduction {0:?}: known are sum, prod, min, max, avg, band, bor, bxor")]
+#[error("unknown reduction {0:?}: known are sum, prod, min, max, avg (or mean), band, bor, bxor")]
 pub struct UnknownReduceOp(String);
 
 impl ReduceOp {
@@ -108,6 +108,9 @@ mod tests {
         }
         assert_eq!(("MEAN".parse(), ReduceOp::from_code(0)), (Ok(ReduceOp::Avg), None));
         let text = "median".parse::<ReduceOp>().unwrap_err().to_string();
-        assert_eq!(text, "unknown reduction \"median\": known are sum, prod, min, max, avg, band, bor, bxor");
+        assert_eq!(
+            text,
+            "unknown reduction \"median\": known are sum, prod, min, max, avg (or mean), band, bor, bxor"
+        );
     }
 }

@@ -199,10 +199,15 @@ impl<'py> FromPyObject<'_, 'py> for DTypeName {
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         if let Ok(name) = object.extract::<String>() {
-            return Ok(Self(name));
+            return Ok(Self(name.trim_start_matches("torch.").to_owned()));
         }
         if let Ok(kind) = object.cast::<PyType>() {
             return Ok(Self(kind.name()?.to_string())); // numpy.float32
+        }
+        let is_native = object.getattr_opt(intern!(object.py(), "isnative"))?; // of numpy.dtype
+        if !is_native.map_or(Ok(true), |native| native.is_truthy())? {
+            let text = format!("the dtype {object:?} has not this machine's byte order");
+            return Err(PyValueError::new_err(text));
         }
         let text = match object.getattr_opt(intern!(object.py(), "name"))? {
             Some(name) => name.extract()?, // of numpy.dtype

@@ -37,11 +37,11 @@ fn keyword(role: Role) -> &'static str {
     }
 }
 
-/// Refuses outputs that share memory with something else, but for those that [`FusedAllReduce`] does in place: one in the place
-/// of `x`, and `residual_out` in that of the residual.
-pub(crate) fn check_overlap(call: &Fused) -> PyResult<()> {
+/// Refuses outputs of the method `call` that share memory with something else, but for those that [`FusedAllReduce`] does in place:
+/// one in the place of `x`, and `residual_out` in that of the residual.
+pub(crate) fn check_overlap(call: &str, fused: &Fused) -> PyResult<()> {
     let mut tensors = Vec::with_capacity(16);
-    call.for_each(|role, tensor| tensors.push((role, *tensor)));
+    fused.for_each(|role, tensor| tensors.push((role, *tensor)));
     let of = |role| tensors.iter().find_map(|&(known, tensor)| (known == role).then_some(tensor));
     let residual_takes_x = matches!(
         (of(Role::Input), of(Role::ResidualOut)),
@@ -57,7 +57,8 @@ pub(crate) fn check_overlap(call: &Fused) -> PyResult<()> {
                 _ => false,
             };
             if overlap(&tensor, in_the_way) && !(may_be_same && same_place(&tensor, in_the_way)) {
-                return Err(too_close(keyword(*output), &tensor, keyword(*other), in_the_way, may_be_same));
+                let (output, other) = ((keyword(*output), &tensor), (keyword(*other), in_the_way));
+                return Err(too_close(call, output, other, may_be_same));
             }
         }
     }
@@ -70,11 +71,14 @@ fn same_place(a: &Tensor, b: &Tensor) -> bool {
 }
 
 #[cold]
-fn too_close(name: &str, output: &Tensor, other: &str, tensor: &Tensor, may_be_same: bool) -> PyErr {
+fn too_close(
+    call: &str,
+    (name, output): (&str, &Tensor),
+    (other, tensor): (&str, &Tensor),
+    may_be_same: bool,
+) -> PyErr {
     let place = |tensor: &Tensor| format!("{} bytes at {:p}", tensor.bytes(), tensor.data);
     let rule = if may_be_same { "apart, or the same" } else { "apart" };
     let places = format!("{} and {}", place(output), place(tensor));
-    PyValueError::new_err(format!(
-        "all_reduce_fused: {name} and {other} overlap: they must be {rule}, not {places}"
-    ))
+    PyValueError::new_err(format!("{call}: {name} and {other} overlap: they must be {rule}, not {places}"))
 }

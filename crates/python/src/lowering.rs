@@ -1,7 +1,11 @@
 //! Compilers' graphs, for `antiphon.lowering`.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, PoisonError},
+};
 
+use antiphon::device::sync::Mutex;
 use antiphon_lowering::{
     Costs, Edits, Graph, LoweringError, Opinion, Options, Plan, World, check, lower, second_opinion,
 };
@@ -36,6 +40,23 @@ pub(crate) struct Lowering {
     before: Graph,
     plan: Plan,
     answer: Vec<u8>,
+    /// The program that was last looked at, and its graph: of one program both questions are asked.
+    after: Mutex<Option<(Vec<u8>, Arc<Graph>)>>,
+}
+
+impl Lowering {
+    /// The graph of a program.
+    fn after(&self, program: &[u8]) -> Result<Arc<Graph>, LoweringError> {
+        let mut after = self.after.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((known, graph)) = &*after
+            && known == program
+        {
+            return Ok(Arc::clone(graph));
+        }
+        let graph = Arc::new(Graph::from_torch(program)?);
+        *after = Some((program.to_vec(), Arc::clone(&graph)));
+        Ok(graph)
+    }
 }
 
 #[pymethods]
@@ -55,7 +76,7 @@ impl Lowering {
             let edits = Edits::between(&before, &lowered.graph);
             let answer = Answer { edits, plan: &lowered.plan, digests, report: lowered.report, text };
             let answer = serde_json::to_vec(&answer).expect("plain values with names");
-            Ok(Self { before, plan: lowered.plan, answer })
+            Ok(Self { before, plan: lowered.plan, answer, after: Mutex::new(None) })
         })
     }
 
@@ -66,15 +87,16 @@ impl Lowering {
 
     #[doc = stub!(Lowering.check)]
     fn check(&self, py: Python<'_>, after: &[u8]) -> PyResult<Vec<String>> {
-        let findings =
-            py.detach(|| Ok(check(&self.before, &self.plan, &Graph::from_torch(after)?))).map_err(refused)?;
+        let findings = py
+            .detach(|| Ok(check(&self.before, &self.plan, self.after(after)?.as_ref())))
+            .map_err(refused)?;
         Ok(findings.iter().map(ToString::to_string).collect())
     }
 
     #[doc = stub!(Lowering.second_opinion)]
     fn second_opinion(&self, py: Python<'_>, after: &[u8]) -> PyResult<(bool, String)> {
         let opinion = py.detach(|| {
-            let after = Graph::from_torch(after)?;
+            let after = self.after(after)?;
             Ok(second_opinion(&self.before, &after, self.plan.numerics))
         });
         Ok(match opinion.map_err(refused)? {

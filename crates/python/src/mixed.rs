@@ -20,7 +20,7 @@ use crate::{
     communicator::Communicator,
     error::Result,
     interrupt,
-    operand::{Operand, Usage},
+    operand::{Operand, Usage, refuse_gradient},
     parallel_info::ParallelInfo,
     stream::RawStream,
 };
@@ -142,6 +142,10 @@ impl MixedHandler {
         strict: bool,
     ) -> Result<Option<Bound<'py, PyAny>>> {
         let (op, mode, usage) = (op_of(op)?, mode.map(mode_of).transpose()?, Usage::Call(stream));
+        [Some(x), out]
+            .into_iter()
+            .flatten()
+            .try_for_each(|array| refuse_gradient(array, "run_mixed_comm"))?;
         let groups = (self.layout.dp_rank(), self.layout.dp_size());
         let is_uneven = rows.is_some();
         let rows: Vec<usize> = rows.unwrap_or_default().iter().map(|rows| rows.0).collect();

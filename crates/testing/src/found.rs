@@ -1,7 +1,10 @@
 //! What a machine has.
 
 use std::{
+    fs,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
+    process::{Command, Stdio},
     sync::OnceLock,
 };
 
@@ -75,6 +78,28 @@ pub fn disassembler() -> Option<Disassembler> {
 /// NCCL.
 pub fn nccl() -> Option<&'static Nccl> {
     need(Need::Nccl, whole(Nccl::load()))
+}
+
+/// The right to become another user, which only root has.
+pub fn root() -> Option<()> {
+    // A process's folder belongs to its effective user, for whom the standard library has no call.
+    let found = match fs::metadata("/proc/self").map(|process| process.uid()) {
+        Ok(0) => Ok(()),
+        Ok(user) => Err(format!("the user is {user}")),
+        Err(error) => Err(error.to_string()),
+    };
+    need(Need::Root, found)
+}
+
+/// A program that says its version.
+pub fn program(name: &'static str) -> Option<()> {
+    let said = Command::new(name).arg("--version").stdin(Stdio::null()).output();
+    let found = match said {
+        Ok(output) if output.status.success() => Ok(()),
+        Ok(output) => Err(format!("{name} --version: {}", output.status)),
+        Err(error) => Err(error.to_string()),
+    };
+    need(Need::Program(name), found)
 }
 
 /// The packages of the workspace's virtual environment, if it is there.

@@ -1,7 +1,7 @@
 //! # antiphon-testing: what tests need of a machine, and what calls take of it
 //!
 //! This crate is for tests of any floor. Some tests need what not every machine has: GPUs, NVRTC, root. Libtest decides before a
-//! test runs whether it is ignored, so such a test asks [`need`] (or [`gpus`], [`nvrtc`], [`disassembler`], [`nccl`]), and returns
+//! test runs whether it is ignored, so such a test asks [`need`] (or [`gpus`], [`nvrtc`], [`root`], [`program`], …), and returns
 //! if the answer is `None`. Libtest then prints "ok"; the record tells the truth.
 //!
 //! | variable | effect |
@@ -30,7 +30,7 @@ mod machines;
 mod record;
 mod taken;
 
-pub use found::{disassembler, gpus, is_emulated, link, nccl, nvrtc, packages, sized};
+pub use found::{disassembler, gpus, is_emulated, link, nccl, nvrtc, packages, program, root, sized};
 pub use machines::Machines;
 pub use record::{Need, need};
 pub use taken::{CountingAllocator, Taken, allocations, frees};

@@ -36,6 +36,8 @@ pub enum Need {
     Root,
     /// SIGINT, which what a shell starts with `&` ignores.
     Interrupts,
+    /// A program of this name.
+    Program(&'static str),
 }
 
 /// The first word is its name in `ANTIPHON_REQUIRE`.
@@ -54,6 +56,7 @@ impl Display for Need {
             Self::Namespaces => write!(f, "namespaces"),
             Self::Root => write!(f, "root"),
             Self::Interrupts => write!(f, "interrupts"),
+            Self::Program(name) => write!(f, "program {name}"),
         }
     }
 }

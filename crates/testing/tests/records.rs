@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path, process::Command};
 
-use antiphon_testing::{Need, need};
+use antiphon_testing::{Need, need, program};
 
 /// Runs one of the inner tests; whether it passed, and the record.
 fn run(test: &str, record: &Path, required: &str) -> (bool, String) {
@@ -33,6 +33,27 @@ fn inner_with_root() {
     if is_inner() {
         assert_eq!(need(Need::Root, Ok::<_, &str>(7)), Some(7));
     }
+}
+
+#[test]
+fn inner_without_a_program() {
+    if is_inner() {
+        assert_eq!(program("no-such-program"), None);
+        assert_eq!(program("false"), None);
+        assert_eq!(program("true"), Some(()));
+    }
+}
+
+#[test]
+fn a_program_that_is_not_there_or_fails_is_recorded() {
+    let folder = tempfile::tempdir().unwrap();
+    let record = folder.path().join("skipped");
+    let (passed, text) = run("inner_without_a_program", &record, "");
+    let found: Vec<_> =
+        text.lines().map(|line| line.split('\t').take(2).collect::<Vec<_>>().join(" ")).collect();
+    assert!(passed);
+    assert_eq!(found, ["skipped program no-such-program", "skipped program false", "ran program true"]);
+    assert!(!run("inner_without_a_program", &record, "program").0);
 }
 
 #[test]

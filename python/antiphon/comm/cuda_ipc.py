@@ -102,7 +102,11 @@ def communicator(caller: str, group: _Group) -> Communicator:
         group = world
     if isinstance(group, int):  # what torch returns to a rank outside the group
         raise ValueError(f"{caller}: this process is not in the group")
-    comm = _communicators.get(group)
+    try:
+        comm = _communicators.get(group)
+    except TypeError:  # what has no weak references, such as a string
+        kinds = "an antiphon.Communicator or a torch process group"
+        raise TypeError(f"{caller}: the group must be {kinds}, not {group!r}") from None
     if comm is None:
         comm = _communicators[group] = antiphon.init(group=group)
     return comm

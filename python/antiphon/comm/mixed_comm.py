@@ -226,6 +226,12 @@ class MixedCommHandler:
         if self.use_autotune:
             self._read_tables()
 
+    def __repr__(self) -> str:
+        info = self.para_info
+        state = "" if self.is_running else ", not running"
+        sizes = f"rank {info.world_rank} of {info.world_size}, tp_size {info.tp_size}, dp_size {info.dp_size}"
+        return f"<antiphon.comm.MixedCommHandler: {sizes}, {self.dtype} on {self.device}{state}>"
+
     def _agree(self, problem: Exception | None, grid_size: int | None) -> "tuple[Communicator, Any]":
         """The communicator of the default group, with the group if that is ours. Raises on all ranks if one has a problem, or they
         differ."""
@@ -436,7 +442,7 @@ def run_mixed_comm(
     the others the smaller tensor may be this rank's own block of the larger one.
 
     Raises ``ValueError`` for arguments that do not suit the handler, unless ``skip_check`` (what would touch other memory is refused
-    in any case); ``RuntimeError`` on all ranks that call something else, or with other rows, than another rank. Only the fused modes
+    in any case), and for a tensor that requires grad, unless grad mode is off: no gradient is tracked; ``RuntimeError`` on all ranks that call something else, or with other rows, than another rank. Only the fused modes
     compare: what unlike calls of the ``NCCL`` modes do, or of a fused mode on one rank and of ``NCCL`` on another, is up to the
     backend of the default group, and to its timeout.
     """
@@ -451,6 +457,10 @@ def run_mixed_comm(
             if not skip_check:
                 _check(op, handler, x_in, x_out, mode, local_batches)
             raise
+    if not is_compiling:
+        from antiphon._operators import refuse_gradients
+
+        refuse_gradients("run_mixed_comm", (x_in, x_out))
     if not skip_check:
         _check(op, handler, x_in, x_out, mode, local_batches)
     if x_out is None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from antiphon._core import Moe
+from antiphon._operators import refuse_gradients
 
 __all__ = [
     "Routes",
@@ -18,6 +19,7 @@ __all__ = [
     "check_tensors",
     "experts",
     "hidden_size",
+    "refuse_derivatives",
     "router_weights",
     "whole",
 ]
@@ -65,12 +67,22 @@ def router_weights(call: str, weights: Tensor) -> Tensor:
     return weights.float()
 
 
+def refuse_derivatives(call: str, *tensors: Any) -> None:
+    """Raises ``ValueError`` for a tensor that requires grad, unless grad mode is off. Megatron calls DeepEP's names where it is."""
+    refuse_gradients(call, tensors, "antiphon.moe.ExpertParallel or antiphon.moe.fused_a2a, whose calls have gradients")
+
+
 class Routes:
     """What the handles of all forms have in common: they are tuples, whose fields tell of the routes of one dispatch."""
 
     def _replace(self, **fields: Any) -> Any:
         """Raises ``ValueError``: a call along the handle would not see other fields."""
         raise ValueError(f"{type(self).__name__}: {', '.join(fields) or 'a copy'}: the routes are those of one dispatch and cannot be replaced")
+
+    @classmethod
+    def _make(cls, *fields: Any, **named: Any) -> Any:
+        """Raises ``ValueError``: only a dispatch makes routes."""
+        raise ValueError(f"{cls.__name__}: the routes are those of one dispatch and cannot be made from fields")
 
 
 def check_tensors(call: str, tensors: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> None:

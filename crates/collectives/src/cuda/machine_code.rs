@@ -142,8 +142,9 @@ fn broken(code: &Code, variant: &Variant) -> Vec<String> {
     let rules = match variant.is_fused {
         // IEEE's division and root are made of such instructions; and some words are kept in the first cache.
         true => Rules { registers, needed, local_bytes: 128, ..Rules::default() },
-        // Sums are rounded one by one; a division by 2, 4 or 8 is a product.
-        false => Rules { registers, needed, forbidden: &["FFMA", "DFMA"], ..Rules::default() },
+        // Sums are rounded one by one; a division by 2, 4 or 8 is a product. The search for launches that overlap takes two to four
+        // registers, which some kernels do not have left.
+        false => Rules { registers, needed, local_bytes: 16, forbidden: &["FFMA", "DFMA"] },
     };
     let mut broken = code.broken(&rules);
     // Those into another block's shared memory are such, in machine code.

@@ -26,7 +26,7 @@ struct messages {
     u8* own_output;
 };
 
-// In the control words of a peer's ring, `call` counts the rows sent and `dirty_lower` the rows received. `dirty_upper` counts the
+// In the control words of a peer's ring, `slot` counts the rows sent and `dirty_lower` the rows received. `dirty_upper` counts the
 // sent rows that the peer has received; the peer writes it.
 DEVICE control* state_of(u8* arena, u32 peer, u32 channel) { return (control*)arena + peer * CHANNELS + channel; }
 
@@ -79,7 +79,7 @@ DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u
     load(channel); // while the state is loaded
     if (channel == 0 && lane_id() == 0)
         rows[0] = make_uint4((u32)a.doing.low, (u32)(a.doing.low >> 32), (u32)m.sent_count[peer], (u32)(m.sent_count[peer] >> 32));
-    const u32 first = ld_relaxed_sys(&state->call);
+    const u32 first = ld_relaxed_sys(&state->slot);
     u32 n = first, known = ld_acquire_sys(&state->dirty_upper);
     for (u32 row = channel; row < total; row += SENT * CHANNELS) {
         const u32 left = (total - row + CHANNELS - 1) / CHANNELS, count = left < SENT ? left : SENT;
@@ -100,7 +100,7 @@ DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u
             if (k < count) store16_volatile(at + ((n + k) & (ring - 1)) * 512, sent[k]);
         n += count;
     }
-    advance_ring(a, &state->call, first, n);
+    advance_ring(a, &state->slot, first, n);
     return true;
 }
 

@@ -325,11 +325,17 @@ impl CudaCollectives {
         grid(0, self.world_size(), multiprocessors).ok_or_else(too_few)?; // before the call takes its turn
         // Sending and receiving use different words of a ring's state, and so have an order each: two ranks may both send,
         // on one stream, before they receive, on another.
-        if !sends.is_empty() {
-            tenant.enter(stream)?;
-        }
-        if !receives.is_empty() {
-            tenant.enter_second(stream)?;
+        let (sends_any, receives_any) = (!sends.is_empty(), !receives.is_empty());
+        if signature.operation == Operation::Message {
+            tenant.enter_message(stream, sends_any, receives_any)?;
+        } else {
+            // A call that all ranks make.
+            if sends_any {
+                tenant.enter(stream)?;
+            }
+            if receives_any {
+                tenant.enter_second(stream)?;
+            }
         }
         let loaded = tenant.load(Messaging)?;
         for number in 0.. {

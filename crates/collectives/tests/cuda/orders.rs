@@ -5,7 +5,7 @@ mod in_every_order;
 
 use antiphon_collectives::{
     ReduceOp,
-    cuda::Algorithm,
+    cuda::{Algorithm, CudaBuilder, CudaCollectives},
     mixed::{MixedCall, MixedOp},
 };
 use antiphon_device::cuda::{Stream, memory};
@@ -226,4 +226,51 @@ fn a_receive_delays_no_send_on_2_gpus() {
 #[test]
 fn a_receive_delays_no_send_on_4_gpus() {
     receives_before_sends(4);
+}
+
+/// A call for which there is no room comes behind the stream of a message that is over, and not behind a receive that waits: the send for
+/// that follows the call.
+#[test]
+fn a_message_that_is_over_holds_no_room_on_2_gpus() {
+    on_gpus(2, |rank| {
+        let (me, context) = (rank.comm.rank(), rank.collectives.context());
+        let device = Device::Cuda(context.device().ordinal());
+        let [first, receives, others] = [context.stream()?, context.stream()?, context.stream()?];
+        let group = rank.comm.split(Some(0), 0)?.expect("all ranks have a color");
+        let least = CudaBuilder::LEAST_STAGING_BYTES;
+        let beside = CudaCollectives::builder(&group, context).staging_bytes(least).build()?;
+        for collectives in [&rank.collectives, &beside] {
+            collectives.prepare(DType::F32, ReduceOp::Sum)?;
+        }
+        let (ones, sum) = (rank.upload(&vec![1.0f32; COUNT])?, rank.allocate(4 * COUNT)?);
+        let (sent, received) = (rank.upload(&values::<f32>(me, COUNT))?, rank.allocate(4 * COUNT)?);
+        // SAFETY: the memory lives until the streams have been waited for; calls that overlap write the same.
+        unsafe {
+            let input = tensor::<f32>(&sent, 0, COUNT, device);
+            let view = || tensor::<f32>(&received, 0, COUNT, device);
+            let reduce = |collectives: &CudaCollectives, stream: &Stream| {
+                let (input, mut output) =
+                    (tensor::<f32>(&ones, 0, COUNT, device), tensor::<f32>(&sum, 0, COUNT, device));
+                collectives.all_reduce(input.as_view(), &mut output, ReduceOp::Sum, stream.borrow())
+            };
+            rank.collectives.send_recv(&input.as_view(), 1 - me, &mut view(), 1 - me, first.borrow())?;
+            reduce(&rank.collectives, &first)?;
+            first.borrow().synchronize()?;
+            rank.collectives.recv(&mut view(), 1 - me, receives.borrow())?;
+            // On rank 0 this call waits while the next one needs its place.
+            if me == 1 {
+                std::thread::sleep(std::time::Duration::from_millis(50));
+            }
+            reduce(&rank.collectives, &first)?;
+            reduce(&beside, &others)?;
+            rank.collectives.send(&input.as_view(), 1 - me, others.borrow())?;
+        }
+        for stream in [&first, &receives, &others] {
+            stream.borrow().synchronize()?;
+        }
+        beside.check()?;
+        rank.same("the sum", &rank.download(&sum, 0, 4 * COUNT)?, &vec![2.0f32; COUNT])?;
+        rank.same("the message", &rank.download(&received, 0, 4 * COUNT)?, &values::<f32>(1 - me, COUNT))?;
+        Ok(())
+    });
 }

@@ -96,7 +96,7 @@ impl Context {
     /// # Errors
     /// [`CudaError::Call`].
     pub fn multiprocessors(&self) -> Result<u32, CudaError> {
-        let all = self.device().properties()?.multiprocessors;
+        let all = self.device().multiprocessors()?;
         let _current = self.current()?;
         let kind = sys::CUexecAffinityType::CU_EXEC_AFFINITY_TYPE_SM_COUNT;
         // SAFETY: plain data, all of whose bits may be 0.

@@ -123,7 +123,7 @@ impl Device {
             uuid: self.uuid()?,
             pci_bus_id: self.pci_bus_id()?,
             compute_capability: self.compute_capability()?,
-            multiprocessors: self.attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
+            multiprocessors: self.multiprocessors()?,
             memory_bytes: self.memory_bytes()?,
             l2_bytes: self.attribute(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)? as u64,
             shared_bytes_per_block: self.attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
@@ -141,6 +141,11 @@ impl Device {
             rdma_virtual_memory: self.has_rdma_virtual_memory()?,
             multicast: flag_since(CudaVersion::new(12, 1), CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED)?,
         })
+    }
+
+    /// One of the [`properties`](Self::properties), for calls that need no other.
+    pub(super) fn multiprocessors(self) -> Result<u32, CudaError> {
+        Ok(self.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32)
     }
 
     pub(super) fn has_rdma_virtual_memory(self) -> Result<bool, CudaError> {

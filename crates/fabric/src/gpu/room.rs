@@ -11,9 +11,8 @@
 //! place for it. It runs, and ends.
 //!
 //! A message is no call that all ranks make: it may wait for one that its peer makes after calls for which others wait here. So no call
-//! comes behind a place with a message. Such a place is free once its stream is done; while it is not, and a call finds too little
-//! room, that call is refused. The messages of one communicator, with a stream each for sends and receives, leave a place for calls
-//! that all ranks make.
+//! comes behind a place with a message, until that is over. A call that finds too little room meanwhile is refused. The messages of
+//! one communicator, with a stream each for sends and receives, leave a place for calls that all ranks make.
 //!
 //! Calls on one stream share a place, so a program with two streams, and others for messages, is never refused here.
 //!
@@ -28,7 +27,7 @@ use std::{
 
 use antiphon_device::{
     cuda::{Context, CudaError, Event, StreamRef, relaxed},
-    sync::{AtomicU64, Mutex, Ordering},
+    sync::{AtomicU32, AtomicU64, Mutex, Ordering},
 };
 
 use super::used::Used;
@@ -37,7 +36,7 @@ use crate::FabricError;
 /// The share of each multiprocessor that a grid takes at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Share {
-    /// That of a message.
+    /// That of kernels that carry messages.
     Quarter,
     Half,
     Whole,
@@ -56,6 +55,27 @@ impl Share {
 /// The shares of all places come to no more.
 const QUARTERS: u32 = 4;
 
+/// Which ranks make a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum MadeBy {
+    All,
+    /// The two ranks of a message.
+    Two,
+}
+
+/// A call as the room sees it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Entry {
+    pub(super) share: Share,
+    pub(super) made_by: MadeBy,
+}
+
+impl Entry {
+    fn bit(self) -> u32 {
+        1 << (2 * self.share as u32 + self.made_by as u32)
+    }
+}
+
 /// Where a room is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Where {
@@ -71,9 +91,10 @@ pub(super) struct Room {
     context: Context,
     /// The process that made it: a child that was forked has no driver, and perhaps a thread's lock.
     process: u32,
-    /// The stream of the call before, if that was no message and took half, and no capture is open: [`Stream::id`](StreamRef::id).
-    /// Else 0.
+    /// The stream of the call before, if no capture is open: [`Stream::id`](StreamRef::id). Else 0.
     last: AtomicU64,
+    /// The calls that change nothing about the place of that stream, as [bits](Entry::bit).
+    known: AtomicU32,
     places: Mutex<State>,
 }
 
@@ -92,10 +113,19 @@ struct Place {
     stream: Used,
     /// The largest of them.
     share: Share,
-    has_message: bool,
+    messages: Messages,
     /// Stands behind the calls, if `is_recorded`.
     behind: Event,
     is_recorded: bool,
+}
+
+/// The messages among the calls on one stream.
+enum Messages {
+    None,
+    /// One is among the calls since the last event.
+    Open(Option<Event>),
+    /// The event stands behind all of them.
+    Until(Event),
 }
 
 /// Rooms that have users.
@@ -109,8 +139,9 @@ impl Room {
         let known = rooms.iter().find_map(|(known, room)| (*known == place).then(|| room.upgrade())?);
         known.unwrap_or_else(|| {
             let state = State { running: Places::default(), captured: Vec::new() };
-            let (last, places) = (AtomicU64::new(0), Mutex::new(state));
-            let room = Arc::new(Self { context: context.clone(), process: process::id(), last, places });
+            let (last, known, places) = (AtomicU64::new(0), AtomicU32::new(0), Mutex::new(state));
+            let room =
+                Arc::new(Self { context: context.clone(), process: process::id(), last, known, places });
             rooms.push((place, Arc::downgrade(&room)));
             room
         })
@@ -122,21 +153,22 @@ impl Room {
     /// [`FabricError::InvalidArgument`] where too many of them are messages, or on streams that are being captured, so that nothing can
     /// be put behind them: nothing has changed then. [`FabricError::Device`].
     #[inline]
-    pub(super) fn enter(&self, stream: StreamRef<'_>, id: u64, share: Share) -> Result<(), FabricError> {
-        match self.last.load(Ordering::Relaxed) == id && share == Share::Half {
+    pub(super) fn enter(&self, stream: StreamRef<'_>, id: u64, entry: Entry) -> Result<(), FabricError> {
+        let is_known = self.known.load(Ordering::Relaxed) & entry.bit() != 0;
+        match self.last.load(Ordering::Relaxed) == id && is_known {
             true => Ok(()),
-            false => self.take_place(stream, id, share),
+            false => self.take_place(stream, id, entry),
         }
     }
 
     #[cold]
-    fn take_place(&self, stream: StreamRef<'_>, id: u64, share: Share) -> Result<(), FabricError> {
+    fn take_place(&self, stream: StreamRef<'_>, id: u64, entry: Entry) -> Result<(), FabricError> {
         let mut state = self.places.lock().unwrap_or_else(PoisonError::into_inner);
         self.last.store(0, Ordering::Relaxed);
         self.forget_captures_that_ended(&mut state)?;
         let State { running, captured } = &mut *state;
         match stream.capture()? {
-            None => running.take(&self.context, stream, id, share)?,
+            None => running.take(&self.context, stream, id, entry)?,
             Some(number) => {
                 let known = captured.iter().position(|(known, _)| *known == number);
                 let index = match known {
@@ -146,10 +178,13 @@ impl Room {
                         captured.len() - 1
                     }
                 };
-                captured[index].1.take(&self.context, stream, id, share)?;
+                captured[index].1.take(&self.context, stream, id, entry)?;
             }
         }
-        if captured.is_empty() && share == Share::Half {
+        if captured.is_empty()
+            && let Some(place) = running.0.last()
+        {
+            self.known.store(place.known(), Ordering::Relaxed);
             self.last.store(id, Ordering::Relaxed);
         }
         Ok(())
@@ -189,26 +224,22 @@ impl Places {
         context: &Context,
         stream: StreamRef<'_>,
         id: u64,
-        share: Share,
+        entry: Entry,
     ) -> Result<(), FabricError> {
-        let left = self.to_leave(context, stream, id, share)?;
+        let left = self.to_leave(context, stream, id, entry.share)?;
         let mut events = Vec::new();
         for index in left.into_iter().rev() {
             let place = self.0.remove(index);
-            if !place.has_message {
-                place.record(context)?;
-                stream.wait(&place.behind)?;
-            }
+            place.record(context)?;
+            stream.wait(&place.behind)?;
             events.push(place.behind);
         }
         self.leave_stream_of_last(context, id)?;
         let mut place = match self.0.iter().position(|place| place.stream.id == id) {
             Some(index) => self.0.remove(index),
-            None => Place::of(Used::new(stream, id), share, events.pop(), context)?,
+            None => Place::of(Used::new(stream, id), entry.share, events.pop(), context)?,
         };
-        place.share = place.share.max(share);
-        place.has_message |= share == Share::Quarter;
-        place.is_recorded = false;
+        place.add(entry, context, stream)?;
         self.0.push(place);
         Ok(())
     }
@@ -245,11 +276,14 @@ impl Places {
     fn refusal(&self, context: &Context, id: u64, needed: u32) -> Result<FabricError, FabricError> {
         let (mut messages, mut captured) = (0, 0);
         for place in self.0.iter().filter(|place| place.stream.id != id) {
-            messages += u32::from(place.has_message);
-            captured += u32::from(!place.has_message && place.stream.capture(context)?.is_some());
+            let has_message = place.has_message()?;
+            messages += u32::from(has_message);
+            captured += u32::from(!has_message && place.stream.capture(context)?.is_some());
         }
         Ok(FabricError::invalid(format!(
-            "the GPU has no room for the grid of this call, which takes {needed} quarters of each multiprocessor: of the streams of              calls before it, {captured} are being captured and {messages} have messages under way, so this call, on another stream,              cannot be ordered behind them: make it before, or after the captures have ended and the messages have arrived"
+            "the GPU has no room for the grid of this call, which takes {needed} quarters of each multiprocessor: of the streams of \
+             calls before it, {captured} are being captured and {messages} have messages under way, so this call, on another stream, \
+             cannot be ordered behind them: make it before, or after the captures have ended and the messages have arrived"
         )))
     }
 
@@ -272,27 +306,62 @@ impl Place {
     fn of(stream: Used, share: Share, behind: Option<Event>, context: &Context) -> Result<Self, FabricError> {
         let behind = match behind {
             Some(behind) => behind,
-            // A capture that is open may forbid what a new event needs.
-            None => relaxed(|| Event::new(context)).and_then(|made: Result<_, CudaError>| made)?,
+            None => made_at_any_time(context)?,
         };
-        Ok(Self { stream, share, has_message: false, behind, is_recorded: false })
+        Ok(Self { stream, share, messages: Messages::None, behind, is_recorded: false })
+    }
+
+    /// Adds a call on the stream.
+    fn add(&mut self, entry: Entry, context: &Context, stream: StreamRef<'_>) -> Result<(), FabricError> {
+        self.share = self.share.max(entry.share);
+        self.is_recorded = false;
+        let is_captured = || stream.capture().map(|capture| capture.is_some());
+        self.messages = match (entry.made_by, std::mem::replace(&mut self.messages, Messages::None)) {
+            (MadeBy::Two, Messages::None) => Messages::Open(None),
+            (MadeBy::Two, Messages::Open(event)) => Messages::Open(event),
+            (MadeBy::Two, Messages::Until(event)) => Messages::Open(Some(event)),
+            // The next call of all ranks tells messages before it from those behind it.
+            (MadeBy::All, Messages::Open(event)) if !is_captured()? => {
+                let event = event.map_or_else(|| made_at_any_time(context), Ok)?;
+                event.record(stream)?;
+                Messages::Until(event)
+            }
+            (MadeBy::All, messages) => messages,
+        };
+        Ok(())
+    }
+
+    /// The calls that change nothing here, as bits.
+    fn known(&self) -> u32 {
+        let made_by = if matches!(self.messages, Messages::Open(_)) { MadeBy::Two } else { MadeBy::All };
+        let shares =
+            [Share::Quarter, Share::Half, Share::Whole].into_iter().filter(|share| *share <= self.share);
+        shares.map(|share| Entry { share, made_by }.bit()).sum()
+    }
+
+    /// Whether a message may be under way.
+    fn has_message(&self) -> Result<bool, FabricError> {
+        match &self.messages {
+            Messages::None => Ok(false),
+            Messages::Open(_) => Ok(true),
+            // Another stream's capture may forbid the question.
+            Messages::Until(event) => Ok(!relaxed(|| event.is_passed())??),
+        }
     }
 
     /// Whether a call on another stream can come behind these; for messages, whether they are over.
     fn can_be_left(&self, context: &Context, by_captured: bool) -> Result<bool, FabricError> {
-        let is_captured =
-            || Ok::<_, FabricError>(!self.is_recorded && self.stream.capture(context)?.is_some());
-        match (self.has_message, by_captured) {
+        let is_captured = !self.is_recorded && self.stream.capture(context)?.is_some();
+        match (self.has_message()?, by_captured) {
             (false, true) => Ok(true),
-            (false, false) => Ok(!is_captured()?),
+            (false, false) => Ok(!is_captured),
             // What is captured has not begun.
             (true, true) => Ok(false),
-            (true, false) => Ok(!is_captured()? && self.is_over(context)?),
+            (true, false) => Ok(!is_captured && self.is_over(context)?),
         }
     }
 
     fn is_over(&self, context: &Context) -> Result<bool, FabricError> {
-        // Another stream's capture may forbid a question.
         relaxed(|| match self.is_recorded {
             true => Ok(self.behind.is_passed()?),
             false => self.stream.is_done(context),
@@ -305,4 +374,9 @@ impl Place {
         }
         Ok(())
     }
+}
+
+/// An event. A capture that is open may forbid what a new event needs.
+fn made_at_any_time(context: &Context) -> Result<Event, CudaError> {
+    relaxed(|| Event::new(context))?
 }

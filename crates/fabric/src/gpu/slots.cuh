@@ -9,14 +9,14 @@
 // this kernel has ended. This word is the tag: in every call every rank sends each peer a tag, which also describes the call, so
 // that ranks detect calls that disagree.
 //
-// Calls of a tenant follow each other, but a program may launch a graph beside a call. Where both grids take the same slot, every block
-// writes the number of its grid into the tag of its own rank, which no peer uses, and finds the other grid's number there (`advance`).
-// Where the second grid began a little later, it has a slot of its own. Then the first grid finds a number of the next call that it has
-// not written, when it waits in vain and when it has read all data (`is_alone`). So such grids end with the right data, or with an error.
+// Calls of a tenant follow each other, but a program may launch a graph beside a call, which takes the same slot. So every block writes the
+// number of its grid into the tag of its own rank, which no peer uses, and finds another grid's number there if there is one
+// (`advance`). Where the second grid began a little later it has a slot of its own; then the first one, if the second has emptied what
+// it waits for, finds that a later call has begun (`find_overlap`). So two such grids end with the right data, or with an error.
 //
 // A slot begins with WORLD tags and has 2 × WORLD lanes, lower and upper; lane p is written by peer p.
 //
-// The number of the next call is in device memory, so that graphs may be replayed between other calls. There is a copy of it for
+// The number of the next slot is in device memory, so that graphs may be replayed between other calls. There is a copy of it for
 // every block that a grid can have. A block reads and advances its own copy, and the blocks share in advancing the copies that no
 // block of this grid reads. So blocks need not wait for each other.
 //
@@ -34,7 +34,7 @@ constexpr u32 OWN_TOO = 0x80000000u; // beside a number of vectors: in the lane 
 
 // At the start of an arena, MAX_BLOCKS times. Begins as zeros.
 struct control {
-    u32 call;                     // the number of this call; its last two bits are its slot
+    u32 slot;                     // of this call
     u32 dirty_lower, dirty_upper; // vectors of the lower and upper lanes that the call before has used
     u32 failed;                   // whether a call has failed: then no call sends any more. Only `stop_calls` writes it
 };
@@ -68,9 +68,6 @@ DEVICE void release_dependents(const arguments& a) {
     if (a.dependents == WHEN_CERTAIN) pdl_launch_dependents();
 }
 
-DEVICE u32 slot_of(u32 call) { return call & 3; }
-DEVICE u32 call_after(u32 call) { return call + (slot_of(call) == SLOTS - 1 ? 2 : 1); }
-
 // A call's view of the slots.
 struct turn {
     u32 slot, before; // bytes from the start of an arena
@@ -94,8 +91,8 @@ DEVICE uint4 load_control(const arguments& a) { return load16_volatile((control*
 
 // Begins a call with the block's control words. After a failed call it does nothing else.
 DEVICE turn begin(const arguments& a, uint4 words) {
-    const u32 slot = slot_of(words.x), before = slot == 0 ? SLOTS - 1 : slot - 1;
-    return turn{SLOTS_AT + slot * a.slot_stride, SLOTS_AT + before * a.slot_stride, words, 0};
+    const u32 before = words.x == 0 ? SLOTS - 1 : words.x - 1;
+    return turn{SLOTS_AT + words.x * a.slot_stride, SLOTS_AT + before * a.slot_stride, words, 0};
 }
 
 // Empties a vector of each lane from `lane` on. The call before has filled `count` vectors of a lane; those of this rank's own lane
@@ -175,12 +172,13 @@ DEVICE u32 grid_number() {
 // Where the grid that has a slot writes its number.
 DEVICE u32* owner_of(const arguments& a, u32 slot) { return (u32*)(a.own + slot + a.rank * 16); }
 
-// Two grids have the same slot.
+// Two grids have the same slot. What is passed is copied: the compiler knows of a copy that it is in no memory but registers.
 static __device__ __noinline__ void stop_calls(control* own, control* other);
-static __device__ __noinline__ void stop_overlap(const arguments& a) {
-    stop_calls((control*)a.own, (control*)a.other);
-    record_wait(a.board, OVERLAPPED, a.rank, a.rank, a.doing, 0, tag{0, 0});
+static __device__ __noinline__ void stop_overlap(u8* own, u8* other, wait_board* board, u32 rank, tag doing) {
+    stop_calls((control*)own, (control*)other);
+    record_wait(board, OVERLAPPED, rank, rank, doing, 0, tag{0, 0});
 }
+DEVICE void stop_overlap(const arguments& a) { stop_overlap(a.own, a.other, a.board, a.rank, a.doing); }
 
 // While data travels: sends the tags, empties the slot of the call before, and stores the state for the next call, which reads
 // it after this one has ended: the next slot, and the `lower` and `upper` vectors of this call's lanes, which that call empties. The
@@ -195,13 +193,13 @@ DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32
         store_tag(a.peer[threadIdx.x] + t.slot + a.rank * 16, a.doing.low, a.doing.high);
         store16(a.own + t.before + rank_of(a, threadIdx.x) * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
     }
-    const u32 next = call_after(t.words.x);
-    if (blockIdx.x == 0 && claims) *owner_of(a, SLOTS_AT + slot_of(next) * a.slot_stride) = EMPTY;
+    const u32 next = t.words.x == SLOTS - 1 ? 0 : t.words.x + 1;
+    if (blockIdx.x == 0 && claims) *owner_of(a, SLOTS_AT + next * a.slot_stride) = EMPTY;
     __syncthreads(); // all threads have read the block's own copy
     for (u32 copy = blockIdx.x + threadIdx.x * gridDim.x; copy < MAX_BLOCKS; copy += blockDim.x * gridDim.x) {
         // Not the whole vector: another block, or one of the other channel, may have failed meanwhile.
         control* const handed = (control*)a.own + copy;
-        st_relaxed_sys(&handed->call, next);
+        st_relaxed_sys(&handed->slot, next);
         st_relaxed_sys(&handed->dirty_lower, lower);
         st_relaxed_sys(&handed->dirty_upper, upper);
     }
@@ -231,22 +229,21 @@ static __device__ __noinline__ void stop_calls(control* own, control* other) {
     }
 }
 
-// Whether no call behind this one has begun, which would have emptied the slot that this one reads. Another block of this grid, or
-// none yet, has written the number of the next call.
-DEVICE bool is_alone(const arguments& a, u32 call) {
-    const u32 found = ld_relaxed_sys(&((control*)a.own + blockIdx.x)->call);
-    return found == call || found == call_after(call);
+// For a wait in vain: whether a call behind this one has begun, which empties the slot that this one reads.
+DEVICE void find_overlap(const arguments& a, u32 slot) {
+    const u32 current = (slot - SLOTS_AT) / a.slot_stride, next = ld_relaxed_sys(&((control*)a.own + blockIdx.x)->slot);
+    if ((next + SLOTS - current) % SLOTS == 2) stop_overlap(a);
 }
 
 // One thread's wait for its peers.
 struct reader {
     const arguments& a;
-    u32 slot, call;
+    u32 slot;
     waiter patience;
     bool has_asked;
 
     DEVICE reader(const arguments& a, const turn& t)
-        : a(a), slot(t.slot), call(t.words.x), patience(start_waiting(a.limit_ns, a.board, a.rank, a.doing)), has_asked(false) {}
+        : a(a), slot(t.slot), patience(start_waiting(a.limit_ns, a.board, a.rank, a.doing)), has_asked(false) {}
 
     // Loads the tag for which `finish` waits in advance, without a register. The loaded tag is only a hint, because such a copy is
     // not indivisible.
@@ -269,24 +266,15 @@ struct reader {
         };
         const auto look = [&] {
             compare_tags(a.own + slot, a.board, a.rank, a.doing);
-            if (!is_alone(a, call)) stop_overlap(a);
+            find_overlap(a, slot);
         };
         const bool came = wait_until<TOGETHER>(patience, missing, 0, is_ready, look);
         if (!came) stop_calls((control*)a.own, (control*)a.other);
         return came;
     }
 
-    // At the end: waits for the tags of all peers, and compares them; looks for a call that ran beside this one. False for a thread that
-    // finds a failure.
+    // At the end: waits for the tags of all peers, and compares them. False for a thread that finds a failure.
     DEVICE bool finish() {
-        if (!finish_tags()) return false;
-        // A processor of the GPU begins no load before it knows the values that a branch ahead depends on, so the data was there before.
-        if (lane_id() != 0 || is_alone(a, call)) return true;
-        stop_overlap(a);
-        return false;
-    }
-
-    DEVICE bool finish_tags() {
         if (!has_tag()) return true;
         const u32 peer = rank_of(a, threadIdx.x);
         if (has_asked) {

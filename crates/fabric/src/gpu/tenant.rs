@@ -14,7 +14,7 @@ use super::{
     family::Programs,
     launch::SideStreams,
     order::Order,
-    room::Share,
+    room::{Entry, MadeBy, Share},
     staging::{CHANNELS, LEAST_BYTES, SLOTS_AT, Staging},
 };
 use crate::{Communicator, CudaArena, FabricError, Monitor};
@@ -82,8 +82,7 @@ impl Tenant {
         Self::with(comm, context, (staging_bytes, CHANNELS), 0)
     }
 
-    /// As [`new`](Self::new), for calls that may wait for calls which their peers make later, as a message for its receiver. No call of
-    /// another tenant comes behind them for want of room on the GPU; a grid of theirs takes at most a quarter of a multiprocessor.
+    /// As [`new`](Self::new), for kernels that carry messages: a grid takes at most a quarter of a multiprocessor.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -226,15 +225,16 @@ impl Tenant {
     #[inline]
     fn enter_for(&self, stream: StreamRef<'_>, share: Share) -> Result<(), FabricError> {
         self.check_callable()?;
-        self.fail_unless_refused(self.take_turn(&self.resources.order, stream, share))
+        let entry = Entry { share, made_by: MadeBy::All };
+        self.fail_unless_refused(self.take_turn(&self.resources.order, stream, entry))
     }
 
     /// Makes what follows on `stream` come after the call before in an order, and where there is room for its grids.
     #[inline]
-    fn take_turn(&self, order: &Order, stream: StreamRef<'_>, share: Share) -> Result<(), FabricError> {
+    fn take_turn(&self, order: &Order, stream: StreamRef<'_>, entry: Entry) -> Result<(), FabricError> {
         let id = stream.id()?;
         order.check(stream, id)?; // before the room, so that a call that is refused has changed neither
-        self.room.room.enter(stream, id, share)?;
+        self.room.room.enter(stream, id, entry)?;
         order.enter(stream, id)
     }
 
@@ -245,7 +245,28 @@ impl Tenant {
     /// As [`enter`](Self::enter).
     pub fn enter_second(&self, stream: StreamRef<'_>) -> Result<(), FabricError> {
         self.check_callable()?;
-        self.fail_unless_refused(self.take_turn(&self.resources.second_order, stream, self.share))
+        let entry = Entry { share: self.share, made_by: MadeBy::All };
+        self.fail_unless_refused(self.take_turn(&self.resources.second_order, stream, entry))
+    }
+
+    /// Begins a message, which two ranks make: in the first order if it sends, in the [second](Self::enter_second) if it receives. It may
+    /// wait for a call that its peer makes after others, so no call of another stream comes behind it for want of room.
+    ///
+    /// # Errors
+    /// As [`enter`](Self::enter).
+    pub fn enter_message(
+        &self,
+        stream: StreamRef<'_>,
+        sends: bool,
+        receives: bool,
+    ) -> Result<(), FabricError> {
+        self.check_callable()?;
+        let entry = Entry { share: self.share, made_by: MadeBy::Two };
+        let orders = [(sends, &self.resources.order), (receives, &self.resources.second_order)];
+        orders
+            .into_iter()
+            .filter(|(takes_part, _)| *takes_part)
+            .try_for_each(|(_, order)| self.fail_unless_refused(self.take_turn(order, stream, entry)))
     }
 
     /// [`load`](Self::load) for a call that has been [entered](Self::enter): it takes the room that the family's kernels need.
@@ -267,7 +288,8 @@ impl Tenant {
 
     #[cold]
     fn take_room<F: Family>(&self, loaded: &Loaded<F>, stream: StreamRef<'_>) -> Result<(), FabricError> {
-        self.room.room.enter(stream, stream.id()?, loaded.share())
+        let entry = Entry { share: loaded.share(), made_by: MadeBy::All };
+        self.room.room.enter(stream, stream.id()?, entry)
     }
 
     /// [`load`](Self::load), then [`enter`](Self::enter).

@@ -60,13 +60,21 @@ impl Environment {
     /// A world of this rank alone, for a process that no launcher has started, with the settings of its environment.
     ///
     /// # Errors
+    /// [`RendezvousError::ForeignLauncher`] where MPI or Slurm has started several ranks, each of which would be alone;
     /// [`RendezvousError::Environment`] that names the variable.
     pub fn alone() -> Result<Self, RendezvousError> {
+        Self::alone_in(|name| std::env::var(name).ok())
+    }
+
+    fn alone_in(lookup: impl Fn(&'static str) -> Option<String>) -> Result<Self, RendezvousError> {
+        if let Some((name, value)) = foreign_launcher(&lookup) {
+            return Err(RendezvousError::ForeignLauncher { name, value });
+        }
         Self::from_lookup(|name| match name {
             "RANK" => Some("0".to_owned()),
             "WORLD_SIZE" => Some("1".to_owned()),
             _ if Self::LAUNCHERS.contains(&name) => None,
-            _ => std::env::var(name).ok(),
+            _ => lookup(name),
         })
     }
 
@@ -110,6 +118,18 @@ impl Environment {
 }
 
 type Lookup<'a> = &'a dyn Fn(&'static str) -> Option<String>;
+
+/// The variable by which a launcher of MPI or Slurm says that this process is one of several ranks, and its value.
+fn foreign_launcher(lookup: Lookup<'_>) -> Option<(&'static str, String)> {
+    // Open MPI, MPICH and Intel MPI, Slurm.
+    let sizes = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
+    let given: Vec<_> = sizes.into_iter().filter_map(|name| Some((name, lookup(name)?))).collect();
+    match given.is_empty() {
+        // PMIx's launchers say the rank alone. One of a single rank says its size too.
+        true => lookup("PMIX_RANK").map(|rank| ("PMIX_RANK", rank)),
+        false => given.into_iter().find(|(_, size)| size.trim() != "1"),
+    }
+}
 
 fn ticket(
     lookup: Lookup<'_>,
@@ -278,5 +298,34 @@ mod tests {
         );
         let no_time = [("WORLD_SIZE", "2"), ("RANK", "0"), ("ANTIPHON_TIMEOUT", "-1")];
         assert!(message(&no_time).contains("ANTIPHON_TIMEOUT"));
+    }
+
+    #[test]
+    fn ranks_of_mpi_and_slurm_are_not_alone() {
+        let alone = |variables: &[(&'static str, &str)]| {
+            let lookup =
+                |name| variables.iter().find(|(n, _)| *n == name).map(|(_, value)| value.to_string());
+            Environment::alone_in(lookup)
+        };
+        let several = [
+            [("OMPI_COMM_WORLD_SIZE", "4"), ("PMIX_RANK", "1")],
+            [("PMI_SIZE", "2"), ("PMI_RANK", "0")],
+            [("SLURM_STEP_NUM_TASKS", "8"), ("SLURM_PROCID", "3")],
+            [("OMPI_COMM_WORLD_SIZE", "2"), ("SLURM_STEP_NUM_TASKS", "1")],
+            [("PMIX_RANK", "0"), ("PMIX_NAMESPACE", "job")],
+        ];
+        for variables in several {
+            let told = alone(&variables).unwrap_err().to_string();
+            let (name, value) = variables[0];
+            assert!(told.contains(&format!("{name}={value}")), "{told}");
+            assert!(told.contains("exchange=MPI.COMM_WORLD.allgather"), "{told}");
+        }
+        let single = [
+            [("OMPI_COMM_WORLD_SIZE", "1"), ("PMIX_RANK", "0")],
+            [("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_NTASKS", "8")],
+        ];
+        for variables in single {
+            assert_eq!(alone(&variables).unwrap().world_size, 1);
+        }
     }
 }

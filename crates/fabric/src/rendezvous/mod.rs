@@ -177,6 +177,17 @@ pub enum RendezvousError {
         /// What is wrong with it.
         problem: String,
     },
+    /// A launcher of MPI or Slurm has started several ranks, and none of them knows how to meet the others.
+    #[error(
+        "{name}={value} says that MPI or Slurm has started several ranks, and RANK and WORLD_SIZE are not set: pass rank, world_size \
+         and a way to meet (with mpi4py exchange=MPI.COMM_WORLD.allgather), or start the program with `antiphon run -n RANKS -- PROGRAM`"
+    )]
+    ForeignLauncher {
+        /// The variable that says it.
+        name: &'static str,
+        /// Its value.
+        value: String,
+    },
     /// Ranks of one node do not share a machine.
     #[error(
         "node {node:?} is on two machines: ranks {here:?} are on {machine}, ranks {there:?} on {other} (ANTIPHON_NODE must differ \

@@ -41,7 +41,7 @@ pub enum Arithmetic {
     /// As kernels do: halves widened to f32, each step rounded to f32, results to their type; sums over ranks accumulated in
     /// ascending order and rounded once; sums over rows in f64, as their order is free; the fused all-reduce to the bit.
     Kernels,
-    /// Floating-point numbers not at all, beyond f64. What [`Numerics::Close`](crate::Numerics::Close) leaves equal, is.
+    /// Floating-point numbers are not rounded beyond f64. What [`Numerics::Close`](crate::Numerics::Close) leaves equal, is.
     Exact,
 }
 
@@ -258,9 +258,13 @@ impl Machine<'_> {
                     }
                 };
                 let (sends, width) = (rows(&coll.sends)?, row(from));
-                let start = sends[..rank].iter().sum::<usize>() * width;
-                let end = start + sends[rank] * width;
-                let blocks = given.iter().map(|data| data.get(start..end).ok_or("rows beyond the last"));
+                let elements = |rows: &[usize]| {
+                    let sum = rows.iter().try_fold(0usize, |sum, rows| sum.checked_add(*rows));
+                    sum?.checked_mul(width)
+                };
+                let ends = elements(&sends[..rank]).zip(elements(&sends[..=rank]));
+                let block = |data| ends.and_then(|(start, end)| <[f64]>::get(data, start..end));
+                let blocks = given.iter().map(|data| block(data).ok_or("rows beyond the last"));
                 let data = blocks.collect::<Result<Vec<_>, _>>()?.concat();
                 if data.len() != count {
                     return Err(format!("{} elements come, for {count}", data.len()));

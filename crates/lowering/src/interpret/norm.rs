@@ -44,12 +44,12 @@ impl Call<'_> {
         };
         let residual: Vec<f64> = sum.iter().enumerate().map(add).collect();
         let (mut norm, mut inverse_rms) = (Vec::new(), Vec::new());
+        let bias = f64::from(self.fused.weight_bias as f32);
         for row in residual.chunks(self.hidden.max(1)) {
             let inverse = self.inverse_rms(row);
             inverse_rms.push(inverse);
             for (i, x) in row.iter().enumerate() {
-                let weight =
-                    self.weight.as_ref().map(|weight| self.single(self.fused.weight_bias + weight[i]));
+                let weight = self.weight.as_ref().map(|weight| self.single(bias + weight[i]));
                 let n = match (weight, self.fused.round_before_weight) {
                     (None, _) => self.single(x * inverse),
                     (Some(weight), false) => self.single(self.single(x * weight) * inverse),
@@ -70,7 +70,7 @@ impl Call<'_> {
         };
         let group = match self.fused.quantize {
             Quantize::Fp8 => {
-                let inverse = self.single(1.0 / self.scale);
+                let inverse = self.single(1.0 / f64::from(self.scale as f32));
                 return (norm.iter().map(|n| code(n * inverse)).collect(), Vec::new());
             }
             Quantize::Fp8Tokens => self.hidden,

@@ -170,7 +170,7 @@ fn binary(op: Binary, x: f64, y: f64) -> f64 {
         Binary::Sub => x - y,
         Binary::Mul => x * y,
         Binary::Div => x / y,
-        // As torch does, and unlike powf to the last bit.
+        // Torch computes a product, from which `powf` may differ in the last bit.
         Binary::Pow if y == 2.0 => x * x,
         Binary::Pow => x.powf(y),
         Binary::Maximum | Binary::Minimum if x.is_nan() || y.is_nan() => f64::NAN,

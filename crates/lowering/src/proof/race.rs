@@ -2,6 +2,7 @@
 
 use super::lifetime::lifetime;
 use crate::{
+    analysis::Analysis,
     decisions::{ALIGNMENT, comm},
     error::{Finding, FindingKind},
     faults::Fault,
@@ -10,6 +11,7 @@ use crate::{
     ids::{StoreId, TokenId},
     op::{Kind, ResultMemory},
     plan::{Plan, Slot},
+    types::{CommReq, Roles},
 };
 
 /// The most accesses of slots that are compared with each other.
@@ -37,6 +39,9 @@ pub fn slots(graph: &Graph, plan: &Plan) -> Vec<Finding> {
             continue;
         };
         let store = analysis.store[root.index()].expect("has a root");
+        if let Some(text) = misplaced(graph, &analysis, store, req) {
+            findings.push(Finding::new(FindingKind::Slot, text).value(&slot.value));
+        }
         let most = analysis.bytes(graph, store);
         let most = most.and_then(|bytes| bytes.range(&graph.syms).max);
         let fits = most.is_some_and(|most| u64::try_from(most).is_ok_and(|most| slot.bytes >= most));
@@ -63,6 +68,34 @@ pub fn slots(graph: &Graph, plan: &Plan) -> Vec<Finding> {
         }
     }
     findings
+}
+
+/// Why a storage is not what the calls need that find their tensors in it: each must be of a group that it asks for, whose ranks
+/// share its heap, and do no more than its role says.
+fn misplaced(graph: &Graph, analysis: &Analysis, store: StoreId, req: &CommReq) -> Option<String> {
+    let shares = |name: &String| graph.group(name).is_some_and(|group| group.domain() == req.domain);
+    if let Some(name) = req.groups.iter().find(|name| !shares(name)) {
+        return Some(format!("the group {name} does not share the heap of {}", req.domain));
+    }
+    let lies = |value: &crate::ValueId| analysis.store[value.index()] == Some(store);
+    let values = || analysis.values(store).iter();
+    let uses = values().flat_map(|value| analysis.uses(*value)).map(|op| graph.op(*op));
+    let makes = values().filter_map(|value| analysis.op_of(graph, *value));
+    let is_call = |op: &&Op| matches!(op.kind, Kind::Sync { .. } | Kind::Fused { .. });
+    uses.chain(makes).filter(is_call).find_map(|op| {
+        let group = op.kind.group()?;
+        let (reads, writes) = (op.args.iter().any(lies), op.outs.iter().any(lies));
+        let may = match req.roles {
+            Roles::In => !writes,
+            Roles::Out => !reads,
+            Roles::InOut => true,
+        };
+        let is_asked = req.groups.iter().any(|name| name == group);
+        (!is_asked || !may).then(|| {
+            let (name, roles, groups) = (&op.name, req.roles, &req.groups);
+            format!("{name} of {group} reads it: {reads}, writes it: {writes}; it asks for {roles:?} of {groups:?}")
+        })
+    })
 }
 
 /// The knowledge of a stream: for each stream of each rank, how far it is known to have come.

@@ -222,9 +222,8 @@ fn built<'m>(
 ) -> (Graph, Vec<(String, &'m [Member])>) {
     let mut graph = before.clone();
     let (mut flights, mut new, mut by, mut made) = (Vec::new(), Vec::new(), HashMap::default(), Vec::new());
-    let first_token = before.token();
-    for (number, bucket) in buckets(members, joined).filter(|bucket| bucket.len() > 1).enumerate() {
-        let token = TokenId(first_token.0.wrapping_add(number as u32));
+    for (token, bucket) in before.new_tokens().zip(buckets(members, joined).filter(|bucket| bucket.len() > 1))
+    {
         let name = names.fresh("bucket");
         let wait_name = names.fresh(&format!("{name}_wait"));
         let (mut args, mut started, mut ready) = (Vec::new(), Vec::new(), Vec::new());

@@ -67,7 +67,7 @@ fn round(cx: &mut Context<'_>) -> bool {
     let analysis = cx.analysis();
     let (mut taken, mut refused) = (HashSet::default(), HashSet::default());
     let (mut flights, mut by, mut new) = (Vec::new(), HashMap::default(), Vec::new());
-    let mut token = cx.graph.token();
+    let mut tokens = cx.graph.new_tokens();
     for index in 0..cx.graph.ops.len() {
         let op = &cx.graph.ops[index];
         let (Kind::Binary { op: Binary::Add, scalar: None, .. }, [x, y]) = (&op.kind, &op.args[..]) else {
@@ -107,6 +107,7 @@ fn round(cx: &mut Context<'_>) -> bool {
             }
             continue;
         }
+        let Some(token) = tokens.next() else { continue };
         let result = op.outs[0];
         let add = op.kind.clone();
         let sum = cx.graph.add_value(&mut cx.names, "merged", ty.clone());
@@ -139,7 +140,6 @@ fn round(cx: &mut Context<'_>) -> bool {
             ready = view;
         }
         by.insert(result, ready);
-        token.0 += 1;
         let covered: Vec<String> = names.iter().flat_map(|name| cx.covered(name)).collect();
         let text = format!("the sums of {} and {} are one", names[0], names[1]);
         let ranks = cx.graph.group(&second.coll.group).map_or(1, |group| group.size);

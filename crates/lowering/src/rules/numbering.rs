@@ -7,6 +7,7 @@ use crate::{
     faults::Fault,
     graph::{Graph, Op},
     hash::HashMap,
+    ids::ValueId,
     op::{Kind, View},
     types::Type,
 };
@@ -14,7 +15,8 @@ use crate::{
 /// The number of a value.
 pub(super) type Number = u32;
 
-/// What a value is computed by: an operation, its operands' numbers, which of its results, and the result's type.
+/// What a value is computed by: an operation, its operands' numbers, which of its results, and the result's type. The operand of a
+/// strided view is the storage that it shows, whatever the view before it was.
 type Key = (u32, Vec<Number>, usize, u32);
 
 /// A number for each value of a graph that is defined. Values that lie in storages which are written, and results of operations
@@ -29,12 +31,26 @@ pub(super) fn of(graph: &Graph, analysis: &Analysis) -> Vec<Option<Number>> {
                 analysis.store[out.index()].is_none_or(|store| is_overwritten(graph, analysis, store));
             let is_own = is_written || matches!(op.kind, Kind::Input | Kind::Constant | Kind::Opaque { .. });
             numbers[out.index()] = Some(match (&args, is_own) {
-                (Some(args), false) => numbering.number(graph, analysis, op, args, index),
+                (Some(args), false) => {
+                    let root = root_of_view(analysis, op).map(|root| (root, numbers[root.index()]));
+                    match root {
+                        None => numbering.number(graph, op, args, None, index),
+                        Some((root, Some(number))) => {
+                            numbering.number(graph, op, &[number], Some(graph.ty(root)), index)
+                        }
+                        Some((_, None)) => numbering.fresh(),
+                    }
+                }
                 _ => numbering.fresh(),
             });
         }
     }
     numbers
+}
+
+/// The value that allocated the storage of which a strided view shows places.
+fn root_of_view(analysis: &Analysis, op: &Op) -> Option<ValueId> {
+    matches!(op.kind, Kind::View { view: View::Strided }).then(|| analysis.root(op.outs[0])).flatten()
 }
 
 /// Whether more than a wait writes a storage after its allocation.
@@ -63,12 +79,13 @@ impl Numbering {
         self.next
     }
 
+    /// The number of a result. `root` is the type of the storage that a strided view shows.
     fn number(
         &mut self,
         graph: &Graph,
-        analysis: &Analysis,
         op: &Op,
         args: &[Number],
+        root: Option<&Type>,
         index: usize,
     ) -> Number {
         let out = graph.ty(op.outs[index]);
@@ -78,11 +95,8 @@ impl Numbering {
         if is_reshape {
             args[0] = self.shown.get(&args[0]).copied().unwrap_or(args[0]);
         }
-        let places = matches!(op.kind, Kind::View { view: View::Strided }).then(|| {
-            let root = analysis.root(op.outs[index]).map(|root| graph.ty(root).to_string());
-            format!("{out} of {root:?}")
-        });
-        let places = places.filter(|_| !Fault::PlacesAreForgotten.is_present());
+        let places =
+            root.map(|root| format!("{out} of {root}")).filter(|_| !Fault::PlacesAreForgotten.is_present());
         if Fault::OperandsAreForgotten.is_present() {
             args.iter_mut().for_each(|arg| *arg = 0);
         }

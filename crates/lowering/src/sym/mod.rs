@@ -1,9 +1,11 @@
 //! Sizes that are not all known when a graph is lowered.
 
 mod parse;
+mod range;
 
 use std::{collections::BTreeMap, fmt};
 
+pub use range::Range;
 use serde::{Deserialize, Serialize};
 
 /// The most characters that the text of one size may have.
@@ -42,7 +44,7 @@ enum Factor {
 pub struct Sym {
     /// Its name, such as `s0`.
     pub name: String,
-    /// Its least value.
+    /// Its least value, which is not negative.
     #[serde(default)]
     pub min: i64,
     /// Its greatest value, if there is one.
@@ -53,13 +55,10 @@ pub struct Sym {
     pub hint: Option<i64>,
 }
 
-/// The least and the greatest value of an expression, where there are bounds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Range {
-    /// The least value.
-    pub min: Option<i64>,
-    /// The greatest value.
-    pub max: Option<i64>,
+/// The quotient, rounded down, or the remainder; none of what is not positive.
+fn divided(a: i64, b: i64, floor: bool) -> Option<i64> {
+    let value = if floor { a.checked_div_euclid(b) } else { a.checked_rem_euclid(b) };
+    value.filter(|_| b > 0)
 }
 
 impl SymExpr {
@@ -138,11 +137,6 @@ impl SymExpr {
         Some(Self { constant: divided(self.constant)?, terms: terms.collect::<Option<_>>()? })
     }
 
-    /// Whether this is at least `least` for all values of the symbols.
-    pub(crate) fn is_at_least(&self, least: i64, syms: &[Sym]) -> bool {
-        self.range(syms).min.is_some_and(|min| min >= least)
-    }
-
     /// The difference, unless a coefficient overflows or it has too many terms.
     pub(crate) fn minus(&self, other: &Self) -> Option<Self> {
         self.plus(&Self::constant(-1).times(other)?)
@@ -160,55 +154,20 @@ impl SymExpr {
         Some(product)
     }
 
-    /// The value for these values of the symbols; `None` if one is missing or a step overflows.
+    /// The value for these values of the symbols; `None` if one is missing, a divisor is not positive, or a step overflows.
     pub fn value(&self, of: &impl Fn(&str) -> Option<i64>) -> Option<i64> {
         self.products().try_fold(0i64, |sum, (factors, coefficient)| {
             let product = factors.iter().try_fold(coefficient, |product, factor| {
                 let value = match factor {
                     Factor::Symbol(name) => of(name)?,
-                    Factor::FloorDiv(a, b) => a.value(of)?.checked_div_euclid(b.value(of)?)?,
-                    Factor::Mod(a, b) => a.value(of)?.checked_rem_euclid(b.value(of)?)?,
+                    Factor::FloorDiv(a, b) => divided(a.value(of)?, b.value(of)?, true)?,
+                    Factor::Mod(a, b) => divided(a.value(of)?, b.value(of)?, false)?,
                     Factor::Unknown(_) => return None,
                 };
                 product.checked_mul(value)
             })?;
             sum.checked_add(product)
         })
-    }
-
-    /// The bounds that follow from those of the symbols, none of which may be negative. A symbol that is not among them has
-    /// no bounds but 0.
-    pub fn range(&self, syms: &[Sym]) -> Range {
-        let factor = |factor: &Factor| -> Range {
-            let nothing = Range { min: Some(0), max: None };
-            match factor {
-                Factor::Symbol(name) => syms
-                    .iter()
-                    .find(|sym| sym.name == *name)
-                    .map_or(nothing, |sym| Range { min: Some(sym.min.max(0)), max: sym.max }),
-                Factor::FloorDiv(a, b) => {
-                    let (a, b) = (a.range(syms), b.range(syms));
-                    let least = b.min.filter(|least| *least > 0);
-                    Range { min: Some(0), max: a.max.zip(least).map(|(a, b)| a / b) }
-                }
-                Factor::Mod(_, b) => Range { min: Some(0), max: b.range(syms).max.map(|b| (b - 1).max(0)) },
-                Factor::Unknown(_) => Range { min: None, max: None },
-            }
-        };
-        let (mut min, mut max) = (Some(0i64), Some(0i64));
-        for (factors, coefficient) in self.products() {
-            let (mut low, mut high) = (Some(1i64), Some(1i64));
-            for range in factors.iter().map(factor) {
-                // Every factor is at least 0, so the bounds multiply; an unknown one has no bounds at all.
-                low = low.zip(range.min).and_then(|(a, b)| a.checked_mul(b));
-                high = high.zip(range.max).and_then(|(a, b)| a.checked_mul(b));
-            }
-            let scaled = |bound: Option<i64>| bound.and_then(|bound| bound.checked_mul(coefficient));
-            let (low, high) = if coefficient > 0 { (low, high) } else { (high, low) };
-            min = min.zip(scaled(low)).and_then(|(a, b)| a.checked_add(b));
-            max = max.zip(scaled(high)).and_then(|(a, b)| a.checked_add(b));
-        }
-        Range { min, max }
     }
 
     /// How many parentheses are in each other in its text.
@@ -218,6 +177,15 @@ impl SymExpr {
             Factor::Symbol(_) | Factor::Unknown(_) => 0,
         };
         self.terms.keys().flatten().map(of).max().unwrap_or(0)
+    }
+
+    /// Whether a function that this crate does not know stands in it.
+    pub(crate) fn has_unknown(&self) -> bool {
+        self.terms.keys().flatten().any(|factor| match factor {
+            Factor::Symbol(_) => false,
+            Factor::FloorDiv(a, b) | Factor::Mod(a, b) => a.has_unknown() || b.has_unknown(),
+            Factor::Unknown(_) => true,
+        })
     }
 
     /// The names of the symbols that it depends on, in order, each as often as it occurs.
@@ -242,10 +210,22 @@ impl SymExpr {
     /// # Errors
     /// What was found at which character, and what was wanted.
     pub fn parse(text: &str) -> Result<Self, String> {
-        if text.len() > MAX_TEXT {
-            return Err(format!("a size of {} characters: at most {MAX_TEXT} are read", text.len()));
+        check_length(text)?;
+        let size = parse::parse(text)?;
+        // What is read can be written, and read again.
+        if size.as_constant().is_none() && text.contains(['(', '*', '/', '%']) {
+            let written = size.to_string();
+            check_length(&written)?;
+            parse::parse(&written)?;
         }
-        parse::parse(text)
+        Ok(size)
+    }
+}
+
+fn check_length(text: &str) -> Result<(), String> {
+    match text.len() {
+        0..=MAX_TEXT => Ok(()),
+        length => Err(format!("a size of {length} characters: at most {MAX_TEXT} are read")),
     }
 }
 
@@ -342,19 +322,6 @@ mod tests {
     }
 
     #[test]
-    fn bounds_follow_from_those_of_the_symbols() {
-        let sym = |name: &str, min, max| Sym { name: name.into(), min, max, hint: None };
-        let syms = [sym("s0", 1, Some(8)), sym("s1", 0, None)];
-        let range = |text| parse(text).range(&syms);
-        assert_eq!(range("2*s0 - 1"), Range { min: Some(1), max: Some(15) });
-        assert_eq!(range("10 - s0"), Range { min: Some(2), max: Some(9) });
-        assert_eq!(range("s0*s1"), Range { min: Some(0), max: None });
-        assert_eq!(range("s1 % 4 + s0 // 2"), Range { min: Some(0), max: Some(7) });
-        assert_eq!(range("Max(s0, 3)"), Range { min: None, max: None });
-        assert_eq!(parse("s0**2 // 3").value(&|_| Some(4)), Some(5));
-    }
-
-    #[test]
     fn what_is_no_expression_says_where() {
         let error = |text: &str| SymExpr::parse(text).unwrap_err();
         assert!(error("2*").contains("wanted a number, a name or `(`"));
@@ -368,5 +335,12 @@ mod tests {
         let nested = |divisions: usize| (0..divisions).fold("s0".to_owned(), |text, _| format!("{text}//7"));
         assert_eq!(parse(&parse(&nested(16)).to_string()), parse(&nested(16)));
         assert!(error(&nested(17)).contains("more than 16 divisions in each other"));
+        assert!(
+            error(&format!("9+(-{})", nested(16))).contains("more than 32 parentheses"),
+            "as it is written"
+        );
+        let names: Vec<String> = (0..20).map(|index| format!("{}{index}", "s".repeat(16))).collect();
+        assert!(error(&format!("({0})*({0})", names.join("+"))).contains("characters: at most 4096"));
+        assert!(error("7//-2").contains("7 cannot be divided by -2"));
     }
 }

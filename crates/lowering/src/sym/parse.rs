@@ -1,6 +1,6 @@
 //! Sizes from their texts.
 
-use super::{Factor, MAX_DEPTH, SymExpr};
+use super::{Factor, MAX_DEPTH, SymExpr, divided};
 
 pub(super) fn parse(text: &str) -> Result<SymExpr, String> {
     let mut parser = Parser { text: text.as_bytes(), at: 0 };
@@ -143,8 +143,8 @@ impl Parser<'_> {
 
 fn divide(a: SymExpr, b: SymExpr, floor: bool) -> Result<SymExpr, String> {
     if let (Some(x), Some(y)) = (a.as_constant(), b.as_constant()) {
-        let value = if floor { x.checked_div_euclid(y) } else { x.checked_rem_euclid(y) };
-        return value.map(SymExpr::constant).ok_or_else(|| format!("{x} cannot be divided by {y}"));
+        let value = divided(x, y, floor).map(SymExpr::constant);
+        return value.ok_or_else(|| format!("{x} cannot be divided by {y}"));
     }
     // What is read can be written, and read again.
     if 2 + a.depth().max(b.depth()) > MAX_DEPTH {

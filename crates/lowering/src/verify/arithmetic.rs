@@ -32,7 +32,7 @@ pub(crate) fn computed(kind: &Kind, args: &[&Type]) -> Result<Element, String> {
             let divides = matches!(op, Binary::Div | Binary::Pow);
             let dtype = element.number().filter(|_| !divides);
             match (dtype, scalar) {
-                (Some(dtype), Some(number)) if rounded(dtype, *number) != *number => {
+                (Some(dtype), Some(number)) if !has(dtype, *number) => {
                     Err(format!("the number {number} is none of {dtype}"))
                 }
                 (Some(_), _) => Ok(element),
@@ -80,6 +80,11 @@ pub(super) fn converts(from: Element, to: Element) -> Result<(), String> {
         true => Ok(()),
         false => Err(format!("{from} is not converted to {to}")),
     }
+}
+
+/// Whether a type of integers has a number. The least f64 above all i64 would be rounded to itself.
+fn has(dtype: DType, number: f64) -> bool {
+    rounded(dtype, number) == number && (dtype != DType::I64 || number < 2f64.powi(63))
 }
 
 /// Whether `wide` has every value of `narrow`.

@@ -9,10 +9,13 @@ use crate::{
     op::{Coll, Kind, ResultMemory},
     types::{Class, Element},
 };
-use shapes::{fits, shapes};
-pub(crate) use shapes::{is_fusible, suit};
+use calls::fits;
+pub(crate) use calls::is_fusible;
+use shapes::shapes;
+pub(crate) use shapes::{is_within, suit};
 
 pub(crate) mod arithmetic;
+mod calls;
 mod shapes;
 
 /// What is wrong with a graph; nothing if it makes sense.

@@ -1,37 +1,17 @@
 //! Whether operands, results and groups fit an operation.
 
-use super::{F32, arithmetic};
+use super::{arithmetic, calls};
 use crate::{
     analysis::Analysis,
     graph::{Graph, Op},
     ids::ValueId,
-    op::{Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize, ResultMemory, View},
+    op::{Binary, Kind, ResultMemory, View},
     places::Places,
     sym::{Sym, SymExpr},
-    types::Type,
+    types::{Class, Type},
 };
 
 pub(super) type Fits = Result<(), String>;
-
-pub(super) fn fits(graph: &Graph, op: &Op, name: &str) -> Fits {
-    let Some(group) = graph.group(name) else { return Err(format!("there is no group {name}")) };
-    let Some(coll) = op.kind.coll() else { return Ok(()) };
-    if coll.root.is_some() != (coll.prim == Prim::Broadcast)
-        || coll.root.is_some_and(|root| root >= group.size)
-    {
-        return Err(format!("the root is {:?}, of {} ranks", coll.root, group.size));
-    }
-    let reduces = matches!(coll.prim, Prim::AllReduce | Prim::ReduceScatter);
-    if coll.red.is_some() != reduces {
-        return Err(format!("{:?} with the reduction {:?}", coll.prim, coll.red));
-    }
-    for list in [&coll.sends, &coll.receives].into_iter().flatten() {
-        if list.len() != group.size as usize {
-            return Err(format!("rows for {} ranks, of {}", list.len(), group.size));
-        }
-    }
-    Ok(())
-}
 
 /// Whether operands and results fit the operation.
 pub(super) fn shapes(graph: &Graph, analysis: &Analysis, op: &Op) -> Fits {
@@ -42,23 +22,59 @@ pub(super) fn shapes(graph: &Graph, analysis: &Analysis, op: &Op) -> Fits {
     suit(&op.kind, &args, &outs, size, &graph.syms)?;
     // An input, and what an unknown operation gives, may show one element many times.
     if !matches!(op.kind, Kind::Input | Kind::Constant | Kind::Opaque { .. }) {
-        let is_fresh = |(index, _): &(usize, &&Type)| op.kind.result_memory(*index) == ResultMemory::Fresh;
-        outs.iter().enumerate().filter(is_fresh).try_for_each(|(_, out)| are_apart(out, &graph.syms))?;
+        let is_written = |(index, _): &(usize, &&Type)| {
+            op.kind.coll().is_some() || op.kind.result_memory(*index) == ResultMemory::Fresh
+        };
+        outs.iter().enumerate().filter(is_written).try_for_each(|(_, out)| are_apart(out, &graph.syms))?;
     }
-    let root = || analysis.root(*op.outs.first()?);
-    match (&op.kind, root()) {
-        (Kind::View { view: View::Strided }, Some(root)) => {
-            let is_given =
-                analysis.op_of(graph, root).is_some_and(|op| matches!(op.kind, Kind::Input | Kind::Constant));
-            lies_in(outs[0], graph.ty(root))?;
-            if is_given { Ok(()) } else { reads_no_gap(outs[0], graph.ty(root), &graph.syms) }
+    if op.kind.coll().is_some_and(|coll| coll.in_place) && op.outs.len() > 1 {
+        segments_are_apart(graph, analysis, op)?;
+    }
+    for (index, out) in op.outs.iter().enumerate() {
+        let Some(root) = analysis.root(*out).filter(|root| root != out) else { continue };
+        let ty = graph.ty(*out);
+        match &op.kind {
+            Kind::View { view: View::Strided } => {
+                lies_in(graph, ty, root)?;
+                let is_given = |op: &Op| matches!(op.kind, Kind::Input | Kind::Constant);
+                if !analysis.op_of(graph, root).is_some_and(is_given) {
+                    reads_no_gap(ty, graph.ty(root), &graph.syms)?;
+                }
+            }
+            Kind::Opaque { aliases, .. } if aliases.get(index).is_some_and(Option::is_some) => {
+                lies_in(graph, ty, root)?;
+            }
+            _ => {}
         }
-        _ => Ok(()),
     }
+    Ok(())
 }
 
-/// Whether extents, strides and the offset can be a tensor's.
+/// Whether the results of a call in place that lie in one storage are shown to be apart: each begins where another one ends, or
+/// behind.
+fn segments_are_apart(graph: &Graph, analysis: &Analysis, op: &Op) -> Fits {
+    let store = |value: &ValueId| analysis.store[value.index()];
+    let begin = |value: &ValueId| graph.ty(*value).offset.as_constant();
+    let mut outs = op.outs.clone();
+    outs.sort_by_key(|out| (store(out), begin(out)));
+    for pair in outs.windows(2).filter(|pair| store(&pair[0]) == store(&pair[1])) {
+        let [a, b] = [graph.ty(pair[0]), graph.ty(pair[1])];
+        let room = a.reach().and_then(|end| b.offset.minus(&end));
+        if a.dtype != b.dtype || !room.is_some_and(|room| room.is_at_least(0, &graph.syms)) {
+            return Err(format!("{a} and {b} may share elements of one storage, and both are written"));
+        }
+    }
+    Ok(())
+}
+
+/// Whether extents, strides and the offset can be a tensor's. An extent is not negative; the strides of row-major tensors, which
+/// are products of extents, are neither, and others must be shown not to be, unless they are told by functions that are not known.
 fn makes_sense(graph: &Graph, ty: &Type) -> Fits {
+    let strides = ty.strides.iter().flatten().filter(|_| !ty.is_contiguous());
+    let may_be_negative = |size: &&SymExpr| !size.is_at_least(0, &graph.syms) && !size.has_unknown();
+    if let Some(size) = strides.chain([&ty.offset]).find(may_be_negative) {
+        return Err(format!("{ty} has the stride or offset {size}, which may be negative"));
+    }
     for size in ty.shape.iter().chain(ty.strides.iter().flatten()).chain([&ty.offset]) {
         if size.as_constant().is_some_and(|size| size < 0) {
             return Err(format!("{ty} has the negative number {size}"));
@@ -72,15 +88,33 @@ fn makes_sense(graph: &Graph, ty: &Type) -> Fits {
     Ok(())
 }
 
-/// Whether a view ends where its storage does, or before, as far as their sizes are known.
-fn lies_in(view: &Type, root: &Type) -> Fits {
-    let end = |ty: &Type| ty.reach()?.as_constant();
-    match (end(view), end(root)) {
-        (Some(end), Some(elements)) if end > elements => {
-            Err(format!("the view {view} ends at element {end}, of {elements}"))
+/// Whether a value ends where the storage of a root does, or before: memory of communication must be shown to be large enough,
+/// other memory must not be shown to be too small.
+fn lies_in(graph: &Graph, view: &Type, root: ValueId) -> Fits {
+    let fits = match &graph.value(root).class {
+        Class::Comm(_) => is_within(view, graph.ty(root), &graph.syms),
+        _ => room(view, graph.ty(root))
+            .is_some_and(|room| room.range(&graph.syms).max.is_none_or(|max| max >= 0)),
+    };
+    let end = |ty: &Type| ty.reach().map_or("too many".into(), |end| end.to_string());
+    match (fits, graph.ty(root)) {
+        (true, _) => Ok(()),
+        (false, root) => {
+            let (end, elements) = (end(view), end(root));
+            Err(format!("the view {view} ends at element {end}, of {elements} of {}", root.dtype))
         }
-        _ => Ok(()),
     }
+}
+
+/// How many bytes a storage has behind the last element of a value that lies in it; none if that overflows.
+fn room(view: &Type, root: &Type) -> Option<SymExpr> {
+    let bytes = |ty: &Type| ty.reach()?.times(&(ty.dtype.size() as i64).into());
+    bytes(root)?.minus(&bytes(view)?)
+}
+
+/// Whether a value is shown to end where its storage does, or before.
+pub(crate) fn is_within(view: &Type, root: &Type, syms: &[Sym]) -> bool {
+    room(view, root).is_some_and(|room| room.is_at_least(0, syms))
 }
 
 /// Whether no two elements of what is written lie in one place.
@@ -98,7 +132,8 @@ fn reads_no_gap(view: &Type, root: &Type, syms: &[Sym]) -> Fits {
         return Err(format!("the view {view} of {root} overflows"));
     };
     let is_known = layout.reach().and_then(|reach| reach.as_constant()).is_some();
-    match layout.is_all(&elements) || !is_known || places.within(&layout, syms).is_some() {
+    let is_inside = || view.dtype.size() == root.dtype.size() && places.within(&layout, syms).is_some();
+    match layout.is_all(&elements) || !is_known || is_inside() {
         true => Ok(()),
         false => {
             Err(format!("the view {view} shows memory between the elements of {root}, which nobody wrote"))
@@ -212,9 +247,10 @@ pub(crate) fn suit(kind: &Kind, args: &[&Type], outs: &[&Type], group_size: u32,
             if args.is_empty() {
                 return Err("a collective of nothing".into());
             }
-            args.iter().zip(outs).try_for_each(|(arg, out)| collective(coll, group_size.into(), arg, out))
+            let mut pairs = args.iter().zip(outs);
+            pairs.try_for_each(|(arg, out)| calls::collective(coll, group_size.into(), arg, out, syms))
         }
-        Kind::Fused { fused } => self::fused(fused, args, outs),
+        Kind::Fused { fused } => calls::fused(fused, args, outs),
     }
 }
 
@@ -257,103 +293,4 @@ fn broadcast(a: &[SymExpr], b: &[SymExpr]) -> Option<Vec<SymExpr>> {
         false => (*x == one).then(|| y.clone()),
     });
     lead.iter().cloned().map(Some).chain(together).collect()
-}
-
-fn collective(coll: &Coll, size: i64, arg: &Type, out: &Type) -> Fits {
-    let wrong = || Err(format!("{:?} over {size} ranks gives {out} of {arg}", coll.prim));
-    if arg.dtype != out.dtype {
-        return wrong();
-    }
-    let scaled = |ty: &Type, dim: usize| -> Option<Vec<SymExpr>> {
-        let mut shape = if ty.shape.is_empty() { vec![1.into()] } else { ty.shape.clone() };
-        shape[dim] = shape.get(dim)?.times(&size.into())?;
-        Some(shape)
-    };
-    let fits = match coll.prim {
-        Prim::AllReduce | Prim::Broadcast => arg.shape == out.shape,
-        Prim::AllGather => scaled(arg, 0).as_ref() == Some(&out.shape),
-        // A size that is divided rounds down.
-        Prim::ReduceScatter => {
-            let rest = arg.shape.get(1..) == out.shape.get(1..);
-            let rows = arg.shape.first().and_then(SymExpr::as_constant);
-            let is_block = scaled(out, 0).as_ref() == Some(&arg.shape);
-            is_block
-                || (rest && rows.map(|rows| SymExpr::constant(rows / size)).as_ref() == out.shape.first())
-        }
-        Prim::AllToAll => {
-            let rows = |list: &Option<Vec<SymExpr>>, ty: &Type| match list {
-                Some(list) => {
-                    let sum = list.iter().try_fold(SymExpr::constant(0), |sum, rows| sum.plus(rows));
-                    let known = sum.as_ref().and_then(SymExpr::as_constant);
-                    let size = ty.shape.first().and_then(SymExpr::as_constant);
-                    known.is_none() || size.is_none() || known == size
-                }
-                None => true,
-            };
-            let splits = rows(&coll.sends, arg) && rows(&coll.receives, out);
-            splits && arg.shape.get(1..) == out.shape.get(1..)
-        }
-        Prim::ShardDimAllToAll => {
-            let Some([gather, shard]) = coll.dims else { return wrong() };
-            let apart = gather != shard && gather.max(shard) < arg.shape.len();
-            apart && arg.shape.len() == out.shape.len()
-        }
-    };
-    let in_place = !coll.in_place || arg == out;
-    if fits && in_place { Ok(()) } else { wrong() }
-}
-
-fn fused(fused: &Fused, args: &[&Type], outs: &[&Type]) -> Fits {
-    let Some((input, rest)) = args.split_first() else { return Err("a fused all-reduce of nothing".into()) };
-    if rest.len() != fused.args.len() || outs.len() != fused.outputs.len() || outs.is_empty() {
-        return Err(format!("{} operands and {} results", args.len(), outs.len()));
-    }
-    if !input.dtype.number().is_some_and(is_fusible) {
-        return Err(format!("a fused all-reduce of {}: of f32, f16 and bf16 only", input.dtype));
-    }
-    let hidden = input.last();
-    for (index, (role, ty)) in fused.args.iter().zip(rest).enumerate() {
-        let fits = match role {
-            _ if fused.args[..index].contains(role) => false,
-            FusedArg::Residual => ty.dtype == input.dtype && ty.last() == hidden && ty.rows() == input.rows(),
-            FusedArg::Weight => ty.dtype == input.dtype && ty.numel().as_ref() == Some(&hidden),
-            FusedArg::Scale => ty.dtype == F32 && ty.numel() == Some(1.into()),
-        };
-        if !fits {
-            return Err(format!("operand {role:?} is {ty}, of {input}"));
-        }
-    }
-    for (index, (role, ty)) in fused.outputs.iter().zip(outs).enumerate() {
-        let Some((dtype, last)) = fused.row(*role, input) else {
-            return Err(format!("result {role:?} of {:?} over rows of {hidden}", fused.quantize));
-        };
-        let is_new = !fused.outputs[..index].contains(role);
-        if !is_new
-            || ty.dtype != dtype
-            || ty.last() != last
-            || ty.rows() != input.rows()
-            || !ty.is_contiguous()
-        {
-            return Err(format!("result {role:?} is {ty}, of {input}"));
-        }
-        if role.needs_norm() && !fused.eps.is_some_and(f64::is_finite) {
-            return Err(format!("result {role:?} with an eps of {:?}", fused.eps));
-        }
-    }
-    let has_scale = fused.args.contains(&FusedArg::Scale) || fused.scale.is_some_and(f64::is_finite);
-    let needs_scale = fused.quantize == Quantize::Fp8 && fused.outputs.contains(&FusedOutput::Codes);
-    if needs_scale != has_scale {
-        return Err(format!("codes {:?} with the scale {:?}", fused.quantize, fused.scale));
-    }
-    let groups = hidden.as_constant().and_then(|hidden| fused.quantize.scales_of(hidden));
-    if matches!(fused.quantize, Quantize::Fp8Groups(_)) && groups.is_none() {
-        return Err(format!("codes {:?} of rows of {hidden}", fused.quantize));
-    }
-    Ok(())
-}
-
-/// Whether fused all-reduces have such elements.
-pub(crate) fn is_fusible(dtype: antiphon_tensor::DType) -> bool {
-    use antiphon_tensor::DType;
-    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }

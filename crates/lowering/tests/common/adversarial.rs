@@ -13,30 +13,38 @@ struct Twins {
 /// A program of two or three pairs of twins, with collectives on them, and sums, residuals and norms of what comes.
 pub fn program(seed: u64) -> String {
     let mut chance = Chance(seed ^ 0xA5A5_5A5A_1234);
-    let mut text = String::from(
-        "sym s0 min 1 max 9 hint 3\ngroup tp size 2\ngroup one size 1\n%x: f32[4,8] = input()\n%y: f32[4,8] = input()\n\
+    let hint = [1, 3, 9, 2][seed as usize % 4];
+    let mut text = format!(
+        "sym s0 min 1 max 9 hint {hint}\ngroup tp size 2\ngroup one size 1\n%x: f32[4,8] = input()\n%y: f32[4,8] = input()\n\
          %row: f32[8] = input()\n%column: f32[4,1] = input()\n%cube: f32[4,2,2] = input()\n%wide: f64[4,8] = input()\n\
-         %half: bf16[4,8] = input()\n%small: i8[4,8] = input()\n%large: i32[4,8] = input()\n%rows: f32[s0,8] = input()\n",
+         %half: bf16[4,8] = input()\n%small: i8[4,8] = input()\n%large: i32[4,8] = input()\n%rows: f32[s0,8] = input()\n\
+         %narrow: f16[4,8] = input()\n%tall: f32[16,8] = input()\n%box: f32[4,4,2] = input()\n%part: f32[s0,4] = input()\n\
+         %across: f32[2,s0] = input()\n%few: f32[4+(s0-5)//2] = input()\n",
     );
     let (mut outputs, mut token) = (Vec::new(), 0);
     for pair in 0..2 + chance.below(2) {
         let Twins { dtype, shape } = twins(&mut text, pair, &mut chance);
-        let red = ["sum", "max", "sum"][chance.below(3)];
+        let (prim, result) = match chance.below(8) {
+            0 => (["broadcast root=0", "broadcast root=1"][chance.below(2)].to_owned(), shape),
+            1 if shape == "[4,8]" => ("all_gather".to_owned(), "[8,8]"),
+            _ => (format!("all_reduce red={}", ["sum", "max", "sum"][chance.below(3)]), shape),
+        };
         let mut each = Vec::new();
         for side in ["a", "b"] {
-            let group = if chance.below(8) == 0 { "one" } else { "tp" };
+            let is_alone = chance.below(8) == 0 && prim.starts_with("all_reduce");
+            let group = if is_alone { "one" } else { "tp" };
             let _ = write!(
                 text,
-                "%s{pair}{side}: {dtype}{shape} = start(%{pair}_{side}) prim=all_reduce group={group} red={red} token={token}\n\
-                 %w{pair}{side}: {dtype}{shape} = wait(%s{pair}{side}) tokens=[{token}]\n"
+                "%s{pair}{side}: {dtype}{result} = start(%{pair}_{side}) group={group} token={token} prim={prim}\n\
+                 %w{pair}{side}: {dtype}{result} = wait(%s{pair}{side}) tokens=[{token}]\n"
             );
             token += 1;
-            each.push(followed(&mut text, pair, side, (dtype, shape), &mut chance));
+            each.push(followed(&mut text, pair, side, (dtype, result), &mut chance));
         }
         // The memory of calls that are not returned may be shared.
         if chance.below(2) == 0 {
             let op = ["add", "sub"][chance.below(2)];
-            let _ = writeln!(text, "%d{pair}: {dtype}{shape} = binary({}, {}) op={op}", each[0], each[1]);
+            let _ = writeln!(text, "%d{pair}: {dtype}{result} = binary({}, {}) op={op}", each[0], each[1]);
             outputs.push(format!("%d{pair}"));
         } else {
             outputs.extend(each);
@@ -87,6 +95,7 @@ fn twins(text: &mut String, pair: usize, chance: &mut Chance) -> Twins {
     let (dtype, shape, body, differs): (_, _, &str, [&str; 2]) = match pick(&[
         "offset", "stride", "written", "wrap", "keepdim", "constant", "dims", "turn", "permute", "expand",
         "width", "side", "opaque", "function", "symbol", "gaps", "rounded", "scalar", "same", "inplace",
+        "rows", "columns", "copied", "quotient", "segments", "exchange", "last", "halves",
     ]) {
         "offset" => (
             "f32",
@@ -206,6 +215,65 @@ fn twins(text: &mut String, pair: usize, chance: &mut Chance) -> Twins {
             "[4,8]",
             "%@c: f32[4,8] = copy(%A)\n%@i: f32[4,8] = sync(%@c) prim=all_reduce group=tp red=sum in_place=true\n%@: f32[4,8] = unary(%@i) op=neg",
             [pick(&["x", "y"]), pick(&["y", "x"])],
+        ),
+        "rows" => (
+            "f32",
+            "[4]",
+            "%@c: f32[16,8] = unary(%tall) op=A\n%@s: f32[s0,4] strides [8,1] = view(%@c) view=strided\n\
+             %@w: f32[s0,4] strides [8,1] = assign(%@s, %part)\n%@v: f32[4] offset 16 = view(%@w) view=strided\n%@: f32[4] = copy(%@v)",
+            ["neg", pick(&["abs", "relu"])],
+        ),
+        "columns" => (
+            "f32",
+            "[1]",
+            "%@c: f32[16,8] = unary(%tall) op=A\n%@s: f32[2,s0] strides [16,1] = view(%@c) view=strided\n\
+             %@w: f32[2,s0] strides [16,1] = assign(%@s, %across)\n%@v: f32[1] offset 19 = view(%@w) view=strided\n%@: f32[1] = copy(%@v)",
+            ["neg", pick(&["abs", "relu"])],
+        ),
+        "copied" => (
+            "f32",
+            "[1]",
+            "%@i: f32[2,s0] strides [100,1] = view(%tall) view=strided\n%@c: f32[2,s0] = copy(%@i)\n\
+             %@v: f32[1] offset 1 = view(A) view=strided\n%@: f32[1] = copy(%@v)",
+            ["%@c", pick(&["%tall", "%@c"])],
+        ),
+        "quotient" => (
+            "f32",
+            "[1]",
+            "%@c: f32[16,8] = unary(%tall) op=A\n%@s: f32[4+(s0-5)//2] = view(%@c) view=strided\n\
+             %@w: f32[4+(s0-5)//2] = assign(%@s, %few)\n%@v: f32[1] offset 3 = view(%@w) view=strided\n%@: f32[1] = copy(%@v)",
+            ["neg", pick(&["abs", "relu"])],
+        ),
+        "segments" => (
+            "f32",
+            "[8]",
+            "%@c: f32[4,8] = copy(%x)\n%@p: f32[8] = view(%@c) view=strided\n%@q: f32[8] offset A = view(%@c) view=strided\n\
+             %@m: f32[8]; %@n: f32[8] offset A = sync(%@p, %@q) prim=all_reduce group=tp red=sum in_place=true\n\
+             %@v: f32[8] offset 8 = view(%@m) view=strided\n%@: f32[8] = copy(%@v)",
+            [pick(&["8", "16"]), pick(&["24", "8"])],
+        ),
+        "exchange" => {
+            let calls = [
+                "f32[8,2,2] = sync(%box) group=tp prim=shard_dim_all_to_all dims=[0,1]",
+                "f32[2,8,2] = sync(%box) group=tp prim=shard_dim_all_to_all dims=[1,0]",
+                "f32[4,4,2] = sync(%box) group=tp prim=all_to_all",
+                "f32[4,4,2] = sync(%box) group=tp prim=all_to_all sends=[2,2] receives=[2,2]",
+                "f32[4,4,2] = sync(%box) group=tp prim=broadcast root=1",
+            ];
+            ("f32", "[32]", "%@o: A\n%@: f32[32] = copy(%@o)", [pick(&calls), pick(&calls)])
+        }
+        "last" => (
+            "f32",
+            "[s0,8]",
+            "%@c: f32[s0,8] = unary(%rows) op=neg\n%@s: f32[8] offset A = view(%@c) view=strided\n\
+             %@w: f32[8] offset A = assign(%@s, %row)\n%@: f32[s0,8] = view(%@w) view=strided",
+            [pick(&["0", "8*s0-8"]), pick(&["8*s0-8", "0", "8*s0", "64*s0"])],
+        ),
+        "halves" => (
+            "f16",
+            "[4,8]",
+            "%@: f16[4,8] = binary(%narrow, %narrow) op=A",
+            [pick(&["mul", "add"]), pick(&["add", "maximum"])],
         ),
         _ => ("f32", "[4,8]", "%@: f32[4,8] = binary(%x, %row) op=mul", ["", ""]),
     };

@@ -6,7 +6,7 @@ pub mod tamper;
 
 use antiphon_lowering::{
     Arithmetic, Costs, Difference, Graph, Kind, Lowered, Numerics, Opinion, Options, Plan, Realize, Tensor,
-    World, check, compare, interpret, lower, second_opinion, verify,
+    ValueId, World, check, compare, interpret, lower, second_opinion, verify,
 };
 
 /// The graph of a text, which makes sense.
@@ -109,8 +109,13 @@ pub fn agree(before: &Graph, after: &Graph, world: usize, seed: u64, arithmetic:
 pub fn trial(seed: u64, changes: usize, tally: &mut Tally) -> Result<(), String> {
     let text = adversarial::program(seed);
     let before = Graph::from_text(&text).map_err(|error| format!("{error}\n{text}"))?;
-    if let Some(finding) = verify(&before).first() {
-        return Err(format!("seed {seed}: {finding}\n{text}"));
+    match (verify(&before).first(), beyond(&before)) {
+        (Some(_), Some(_)) => return Ok(()),
+        (None, None) => {}
+        (finding, beyond) => {
+            let found = finding.map(ToString::to_string);
+            return Err(format!("seed {seed}: found {found:?}, where {beyond:?}\n{text}"));
+        }
     }
     let numerics = if seed.is_multiple_of(2) { Numerics::Close } else { Numerics::Same };
     let realize = if seed.is_multiple_of(3) { Realize::Never } else { Realize::Always };
@@ -195,6 +200,31 @@ impl Tally {
     }
 }
 
+/// Values of the symbols, all of which are equal: from the least of any to the greatest.
+fn sizes(graph: &Graph) -> impl Iterator<Item = impl Fn(&str) -> Option<i64>> {
+    let least = graph.syms.iter().map(|sym| sym.min).min().unwrap_or(0);
+    let most = graph.syms.iter().filter_map(|sym| sym.max).max().unwrap_or(least);
+    (least..=most).map(|size| move |_: &str| Some(size))
+}
+
+/// How many bytes of its storage a value needs, for some values of the symbols.
+fn end(graph: &Graph, value: ValueId, of: &impl Fn(&str) -> Option<i64>) -> Option<u64> {
+    let ty = graph.ty(value);
+    let reach = u64::try_from(ty.reach()?.value(of)?).ok()?;
+    Some(reach * ty.dtype.size() as u64)
+}
+
+/// A value that ends behind its storage for all values of the symbols.
+fn beyond(graph: &Graph) -> Option<String> {
+    let analysis = graph.analyse();
+    let is_beyond = |value: &&ValueId| {
+        let root = analysis.root(**value);
+        root.is_some_and(|root| sizes(graph).all(|of| end(graph, **value, &of) > end(graph, root, &of)))
+    };
+    let found = graph.ops.iter().flat_map(|op| &op.outs).find(is_beyond)?;
+    Some(format!("{} ends behind its storage", graph.name(*found)))
+}
+
 /// Two slots that share bytes and are in use at once, or one that is too small, by a count of its own: each slot is in use from
 /// the first operation that touches a value of its storage to the last, or to the wait for it.
 pub fn races(graph: &Graph, plan: &Plan) -> Option<String> {
@@ -203,7 +233,7 @@ pub fn races(graph: &Graph, plan: &Plan) -> Option<String> {
     for slot in &plan.slots {
         let root = graph.values.iter().position(|value| value.name == slot.value)?;
         let store = analysis.store[root]?;
-        let lies = |value: &antiphon_lowering::ValueId| analysis.store[value.index()] == Some(store);
+        let lies = |value: &ValueId| analysis.store[value.index()] == Some(store);
         let mut places = Vec::new();
         for (place, op) in graph.ops.iter().enumerate() {
             if op.args.iter().chain(&op.outs).any(lies) {
@@ -214,9 +244,15 @@ pub fn races(graph: &Graph, plan: &Plan) -> Option<String> {
                 }
             }
         }
-        let bytes = graph.ty(antiphon_lowering::ValueId::from(root)).reach()?.as_constant()? as u64;
-        if slot.bytes < bytes * graph.values[root].ty.dtype.size() as u64 {
-            return Some(format!("{} has {} bytes", slot.value, slot.bytes));
+        for value in analysis.values(store) {
+            let most = sizes(graph).filter_map(|of| end(graph, *value, &of)).max();
+            if most.is_none_or(|most| slot.bytes < most) {
+                let name = graph.name(*value);
+                return Some(format!(
+                    "{} has {} bytes, of which {name} has {most:?}",
+                    slot.value, slot.bytes
+                ));
+            }
         }
         lives.push((slot, *places.iter().min()?, *places.iter().max()?));
     }

@@ -109,6 +109,17 @@ pub const KINDS: &[(&str, Tamper)] = &[
         ty.strides = Some(strides);
         Some(())
     }),
+    ("a shape is another", |graph, _, chance| {
+        let is_any = chance.below(2) == 0;
+        let op = any_op(graph, chance, |kind| kind.coll().is_some() || (is_any && *kind != Kind::Input))?;
+        let value = *graph.ops[op].outs.first()?;
+        let shape = &mut graph.values[value.index()].ty.shape;
+        let (from, to) = (chance.below(shape.len().max(1)), chance.below(shape.len().max(1)));
+        let half = shape.get(from)?.as_constant().filter(|size| size % 2 == 0)? / 2;
+        shape[from] = half.into();
+        shape[to] = shape[to].times(&2.into())?;
+        Some(())
+    }),
     ("dimensions are turned otherwise", |graph, _, chance| {
         let op = any_op(graph, chance, |kind| {
             matches!(kind, Kind::View { view: antiphon_lowering::View::Permute(_) })

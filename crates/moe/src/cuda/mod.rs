@@ -69,7 +69,7 @@ impl CudaMoe {
     /// Shares memory between the ranks' GPUs. All ranks call it together, each with the context of its GPU.
     ///
     /// # Errors
-    /// As [`Tenant::new`]; [`MoeError::Refused`](crate::MoeError::Refused) for no multiprocessors, or more than there are, and for low-latency calls of a
+    /// As [`Tenant::new`]; [`MoeError::Refused`] for no multiprocessors, or more than there are, and for low-latency calls of a
     /// size that none can have.
     pub fn new(comm: &Communicator, context: &Context, config: MoeConfig) -> Result<Self> {
         check_num_sms("CudaMoe::new", config.num_sms, u32::MAX)?;
@@ -130,7 +130,7 @@ impl CudaMoe {
     /// What makes the low-latency calls.
     ///
     /// # Errors
-    /// [`MoeError::Refused`](crate::MoeError::Refused) if this was made without [`MoeConfig::low_latency`].
+    /// [`MoeError::Refused`] if this was made without [`MoeConfig::low_latency`].
     pub fn low_latency(&self) -> Result<&CudaLowLatency> {
         let problem =
             "the instance was made without low_latency: MoeConfig's, which says how large such calls are";
@@ -145,7 +145,7 @@ impl CudaMoe {
     /// From now on a call uses at most `num_sms` multiprocessors.
     ///
     /// # Errors
-    /// [`MoeError::Refused`](crate::MoeError::Refused) for none, or more than there are.
+    /// [`MoeError::Refused`] for none, or more than there are.
     pub fn set_num_sms(&self, num_sms: u32) -> Result<()> {
         check_num_sms("num_sms", num_sms, self.tenant.usable_multiprocessors())?;
         self.num_sms.set(num_sms);

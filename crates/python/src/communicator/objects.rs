@@ -2,7 +2,7 @@
 
 use antiphon::prelude::FabricError;
 use pyo3::{
-    exceptions::{PyRuntimeError, PyTypeError},
+    exceptions::{PyException, PyMemoryError, PyRuntimeError, PyTypeError},
     prelude::*,
     pybacked::PyBackedBytes,
     types::{PyBytes, PyList},
@@ -69,11 +69,15 @@ impl Communicator {
 /// What goes in front of the reason why a rank could not pickle its object: no pickle begins so.
 const REFUSED: u8 = 0;
 
-/// The pickle of an object; the error says which object cannot be pickled.
+/// The pickle of an object; the error says which object cannot be pickled. What does not tell of the object, as Ctrl-C and a want of
+/// memory, stays as it is.
 fn pickled(call: &str, object: &Bound<'_, PyAny>) -> PyResult<PyBackedBytes> {
     let py = object.py();
     let dumped = py.import("pickle")?.call_method1("dumps", (object,));
     dumped.and_then(|bytes| Ok(bytes.extract()?)).map_err(|cause| {
+        if !cause.is_instance_of::<PyException>(py) || cause.is_instance_of::<PyMemoryError>(py) {
+            return cause;
+        }
         let shown =
             object.repr().map_or_else(|_| "an object".to_owned(), |text| shortened(&text.to_string()));
         let kind = object.get_type().name().map_or_else(|_| String::new(), |name| name.to_string());

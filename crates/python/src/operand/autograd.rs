@@ -1,17 +1,52 @@
 //! What torch's autograd must know of a call that works on a tensor's memory: that the call tracks no gradient, and what it writes.
 
 use antiphon::operation::{Extent, Operation, Root};
-use pyo3::{exceptions::PyValueError, intern, prelude::*, sync::PyOnceLock};
+use pyo3::{
+    exceptions::{PyNotImplementedError, PyValueError},
+    intern,
+    prelude::*,
+    sync::PyOnceLock,
+};
 
 use super::buffer;
 use crate::error::Result;
 
-/// Refuses a tensor whose gradient would be lost: one that requires grad, unless grad mode is off. `call` is the method.
+/// Refuses a tensor whose derivatives would be lost: one that requires grad, unless grad mode is off, and one that has a tangent
+/// of forward mode. `call` is the method.
 #[inline]
 pub(crate) fn refuse_gradient(array: &Bound<'_, PyAny>, call: &str) -> Result<()> {
     match requires_grad(array)? {
-        Some(true) => refuse(array.py(), call),
-        _ => Ok(()),
+        None => Ok(()),
+        Some(requires_grad) => {
+            if requires_grad {
+                refuse(array.py(), call)?;
+            }
+            refuse_tangent(array, call)
+        }
+    }
+}
+
+fn refuse_tangent(array: &Bound<'_, PyAny>, call: &str) -> Result<()> {
+    static FORWARD: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+    let py = array.py();
+    let forward =
+        FORWARD.get_or_try_init(py, || Ok::<_, PyErr>(py.import("torch.autograd.forward_ad")?.unbind()))?;
+    let forward = forward.bind(py);
+    // Outside of every level no tensor has a tangent, and the number is found sooner than a tensor's.
+    let level = forward.getattr_opt(intern!(py, "_current_level"))?;
+    if level.map_or(Ok(0), |level| level.extract::<i64>())? < 0 {
+        return Ok(());
+    }
+    let tangent = forward.call_method1("unpack_dual", (array,))?.getattr("tangent")?;
+    match tangent.is_none() {
+        true => Ok(()),
+        false => {
+            let text = format!(
+                "{call}: a tensor has a tangent of forward mode, and {call} computes no forward-mode derivatives: pass \
+                 torch.autograd.forward_ad.unpack_dual(x).primal"
+            );
+            Err(PyNotImplementedError::new_err(text).into())
+        }
     }
 }
 

@@ -235,7 +235,8 @@ impl Operand {
     /// Refuses elements that have no arithmetic here.
     pub(crate) fn numeric(self) -> Result<Self> {
         if self.element.dtype().is_none_or(|dtype| !dtype.is_numeric()) {
-            let known = DType::NUMERIC.iter().map(|dtype| dtype.name()).collect::<Vec<_>>().join(", ");
+            let names = DType::NUMERIC.iter().map(|&dtype| ElementType::from(dtype).to_string());
+            let known = names.collect::<Vec<_>>().join(", ");
             let text = format!("elements of type {} cannot be reduced, only {known}", self.element);
             return Err(PyTypeError::new_err(text).into());
         }

@@ -83,7 +83,13 @@ impl CacheFolder {
     ///
     /// As [`create`](Self::create); [`TuningError::Owner`] or [`TuningError::Shared`] if it is not this user's alone.
     pub fn create_private(path: &Path) -> Result<Self, TuningError> {
-        let folder = Self::create(path)?;
+        let folder = Self::create(path).map_err(|error| match error {
+            // Without the right to write, others could still read: the advice is that of `private`.
+            TuningError::Writable { path: found, mode } if found == path => {
+                TuningError::Shared { path: found, mode }
+            }
+            other => other,
+        })?;
         let stat = fstat(&folder.folder).map_err(|error| io_error("look at", path)(error.into()))?;
         private(path, &stat, geteuid().as_raw())?;
         Ok(folder)

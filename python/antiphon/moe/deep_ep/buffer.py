@@ -8,7 +8,7 @@ from torch import Tensor
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.comm.mnnvl import communicator_of
-from antiphon.moe._arguments import check_handle, check_tensors, whole
+from antiphon.moe._arguments import check_handle, check_tensors, refuse_derivatives, whole
 from antiphon.moe._calls import Handle, Layout, calls_of
 from antiphon.moe.deep_ep.events import CallOrder, EventHandle, EventOverlap
 from antiphon.moe.deep_ep.low_latency import LowLatencyBuffer
@@ -119,6 +119,11 @@ class Buffer(LowLatencyBuffer):
         if enable_shrink:
             self._shrinking = ShrinkingCalls(self._comm)
 
+    def __repr__(self) -> str:
+        kind = "low latency and normal calls" if self.low_latency_mode else "normal calls"
+        state = ", destroyed" if self._calls is None else ""
+        return f"<antiphon.moe.deep_ep.Buffer: {kind}, rank {self.rank} of {self.group_size}{state}>"
+
     @property
     def runtime(self) -> Any:
         """The object that makes the calls; ``None`` when destroyed."""
@@ -204,12 +209,14 @@ class Buffer(LowLatencyBuffer):
         event. ``num_tokens_per_rdma_rank`` has no effect, as there is one machine. With ``num_worst_tokens`` all have so many rows, and the list is empty. With a ``handle``, rows go as they did
         then, and the outputs between are ``None``.
 
-        Raises ``ValueError`` for arguments that do not suit each other, ``TypeError`` for dtypes that are not served.
+        Raises ``ValueError`` for arguments that do not suit each other, and for a tensor that requires grad, unless grad mode is off, as
+        this class tracks no gradients; ``TypeError`` for dtypes that are not served.
         """
         calls = self._open()
         if isinstance(x, tuple) and len(x) != 2:
             raise ValueError(f"dispatch: x must be tokens, or codes and their scales, not {len(x)} tensors")
         tokens, scales = x if isinstance(x, tuple) else (x, None)
+        refuse_derivatives("dispatch", tokens, topk_weights)
         if handle is not None:
             check_handle("dispatch", handle, Handle)
         order = self._order("dispatch", tokens, previous_event, async_finish, allocate_on_comm_stream, config)
@@ -257,6 +264,7 @@ class Buffer(LowLatencyBuffer):
         calls = self._open()
         check_handle("combine", handle, Handle)
         biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+        refuse_derivatives("combine", x, topk_weights, *biases)
         order = self._order("combine", x, previous_event, async_finish, allocate_on_comm_stream, config)
         outputs: list[Any] = []
         with order.run([x, topk_weights, *biases, *handle], outputs):

@@ -8,7 +8,7 @@ from torch import Tensor
 from antiphon import Communicator
 from antiphon._core import Moe
 from antiphon.comm.cuda_ipc import communicator
-from antiphon.moe._arguments import check_rows, check_tensors, whole
+from antiphon.moe._arguments import check_rows, check_tensors, refuse_derivatives, router_weights, whole
 from antiphon.moe._hybrid import HybridHandle, HybridReceived, hybrid_calls_of
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class HybridEPBuffer:
     These have no effect: ``use_fp8`` (tokens are moved as they are), ``num_sms_preprocessing_api``, ``num_blocks_permute`` and
     ``num_blocks_unpermute`` (rows go to their places without kernels between), ``load_cached_kernels`` (compiled kernels are kept
     always), ``use_shared_buffer``, ``enable_custom_allgather`` and ``use_mnnvl``.
+
+    Calls raise ``ValueError`` for tensors that require grad, unless grad mode is off: they track no gradients.
 
     Raises ``ValueError`` for numbers below 1, for more than 8 ranks, and unless all of them are in one NVLink domain
     (``num_of_hybrid_ep_ranks_per_nvlink_domain``).
@@ -75,6 +77,10 @@ class HybridEPBuffer:
         self._calls = hybrid_calls_of(self._comm)
         self._calls.dispatch_sms, self._calls.combine_sms = self.num_sms_dispatch_api, self.num_sms_combine_api
 
+    def __repr__(self) -> str:
+        rows = f"{self.num_local_experts} experts of each rank, hidden {self.hidden_dim}"
+        return f"<antiphon.moe.deep_ep.HybridEPBuffer: {rows}, rank {self.rank} of {self.group_size}>"
+
     def dispatch(
         self,
         hidden: Tensor,
@@ -90,7 +96,7 @@ class HybridEPBuffer:
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Any]:
         """Sends tokens (``[T, H]``) to the ranks of their experts, where each has one row, in the order of source rank and token.
 
-        Experts are those of ``routing_map`` (bool ``[T, E]``) with ``probs`` (float32 ``[T, E]``), or of ``topk_idx`` (``[T, K]``)
+        Experts are those of ``routing_map`` (bool ``[T, E]``) with ``probs`` (``[T, E]``, which are cast to float32), or of ``topk_idx`` (``[T, K]``)
         with ``topk_weights``, which needs ``num_of_experts``. Tokens of 8 bits have a ``scaling_factor``, float32
         ``[T, H / 128]``; of others it is ignored. ``num_dispatched_tokens`` and ``num_dispatched_tokens_tensor`` have no effect: a
         handle knows the number.
@@ -99,7 +105,7 @@ class HybridEPBuffer:
         a tuple of seven, of which ``[3]`` is ``N`` and ``[4]`` the routing map of this rank's experts.
         """
         call = "dispatch"
-        _check_given(call, hidden, scaling_factor, topk_idx, topk_weights, routing_map, probs)
+        probs = _check_given(call, hidden, scaling_factor, topk_idx, topk_weights, routing_map, probs)
         scales = _scales_of(call, hidden, scaling_factor)
         if handle is not None:
             inner = _inner(handle)
@@ -124,6 +130,7 @@ class HybridEPBuffer:
         """Sums what the ranks made of each token (``[N, H]``), in the order of ranks: ``[T, H]``. Of ``probs``, ``[N, E]``, come those
         of each expert back from its rank: ``[T, E]``."""
         check_tensors("combine", {"hidden": hidden}, {"probs": probs})
+        refuse_derivatives("combine", hidden, probs)
         check_rows("combine", hidden)
         inner = _inner(handle)
         if inner.pad_multiple is not None:
@@ -168,7 +175,7 @@ class HybridEPBuffer:
         ``num_dispatched_tokens`` and ``fuse_permute_dispatch`` have no effect: rows are counted, and go to their places at once.
         """
         call = "dispatch_with_permute"
-        _check_given(call, hidden, scaling_factor, topk_idx, topk_weights, routing_map, probs)
+        probs = _check_given(call, hidden, scaling_factor, topk_idx, topk_weights, routing_map, probs)
         if use_fp8 is not None and use_fp8 != (hidden.element_size() == 1):
             raise ValueError(f"{call}: use_fp8 is {use_fp8}, and the tokens are {hidden.dtype}")
         if use_host_meta is not None:
@@ -218,6 +225,7 @@ class HybridEPBuffer:
         ``num_dispatched_tokens`` and ``fuse_unpermute_combine`` have no effect: the handle knows the number, and rows are summed
         where they come."""
         check_tensors("combine_with_unpermute", {"hidden": hidden}, {"probs": probs})
+        refuse_derivatives("combine_with_unpermute", hidden, probs)
         inner = _inner(handle)
         self._check_along("combine_with_unpermute", inner, None, pad_multiple)
         return self._calls.combine(hidden, inner, probs)
@@ -300,7 +308,8 @@ def _check_given(
     topk_weights: Tensor | None,
     routing_map: Tensor | None,
     probs: Tensor | None,
-) -> None:
+) -> Tensor | None:
+    """Refuses what is no tensor of one device, and tensors that require grad. Gives ``probs`` in float32."""
     optional = {
         "scaling_factor": scaling_factor,
         "topk_idx": topk_idx,
@@ -309,6 +318,8 @@ def _check_given(
         "probs": probs,
     }
     check_tensors(call, {"hidden": hidden}, optional)
+    refuse_derivatives(call, hidden, topk_weights, probs)
+    return None if probs is None else router_weights(call, probs)
 
 
 def _scales_of(call: str, hidden: Tensor, scaling_factor: Tensor | None) -> Tensor | None:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from antiphon import Communicator
 from antiphon._core import MoeLowLatency
-from antiphon.moe._arguments import check_handle, check_tensors, experts, whole
+from antiphon.moe._arguments import check_handle, check_tensors, experts, refuse_derivatives, whole
 from antiphon.moe._low_latency import Hook, LowLatencyCalls, LowLatencyHandle, Options, low_latency_calls_of
 from antiphon.moe.deep_ep.events import EventHandle, EventOverlap
 from antiphon.moe.deep_ep.shrink import ShrinkingCalls
@@ -71,9 +71,11 @@ class LowLatencyBuffer:
         and token. To ``dispatch_wait_recv_cost_stats``, int64 ``[R]``, the nanoseconds are added that this rank waited for each
         other rank: one after the other, so that the number of the latest rank is large and those of the ranks behind it are not.
 
-        Raises ``ValueError`` for arguments that do not suit each other, ``TypeError`` for dtypes that are not served.
+        Raises ``ValueError`` for arguments that do not suit each other, and for a tensor that requires grad, unless grad mode is off;
+        ``TypeError`` for dtypes that are not served.
         """
         _check_hook("low_latency_dispatch", async_finish, return_recv_hook)
+        refuse_derivatives("low_latency_dispatch", x)
         if use_ue8m0 and not round_scale:
             raise ValueError("low_latency_dispatch: use_ue8m0 needs round_scale")
         format = "bf16" if not use_fp8 else "fp8_packed" if use_ue8m0 else "fp8_powers_of_two" if round_scale else "fp8"
@@ -109,6 +111,7 @@ class LowLatencyBuffer:
         Raises as :meth:`low_latency_dispatch`, and ``NotImplementedError`` for ``use_logfmt``, DeepEP's lossy code of 10 bits.
         """
         _check_hook("low_latency_combine", async_finish, return_recv_hook)
+        refuse_derivatives("low_latency_combine", x, topk_weights)
         if use_logfmt:
             raise NotImplementedError(
                 "low_latency_combine: use_logfmt is not served: rows come back as bfloat16, which keeps their bits. Pass "

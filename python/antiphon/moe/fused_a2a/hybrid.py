@@ -105,7 +105,7 @@ class HybridEPDispatch(torch.autograd.Function):
         num_permuted_tokens: int | None = None,
         pad_multiple: int | None = None,
     ) -> Any:
-        """``x`` ``[T, H]``, ``routing_map`` bool ``[T, E]``, ``probs`` float32 ``[T, E]``.
+        """``x`` ``[T, H]``, ``routing_map`` bool ``[T, E]``, ``probs`` ``[T, E]``, which are cast to float32.
 
         Gives the rows ``[P, H]``; their probs ``[P]``; ``None`` (rows have no scales); how many rows each expert has, int64
         ``[L]``; and a handle.

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
-from antiphon.moe._arguments import check_handle, check_rows, check_tensors, whole
+from antiphon.moe._arguments import check_handle, check_rows, check_tensors, router_weights, whole
 from antiphon.moe._calls import Handle, is_code, rows_of_gradient
 from antiphon.moe.deep_ep import Buffer, EventHandle, EventOverlap
 
@@ -82,15 +82,15 @@ class FusedDispatch(torch.autograd.Function):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Any:
-        """``x`` ``[T, H]``, ``token_indices`` int64 ``[T, K]`` (−1: nothing), ``token_probs`` float32 ``[T, K]``.
+        """``x`` ``[T, H]``, ``token_indices`` int64 ``[T, K]`` (−1: nothing), ``token_probs`` ``[T, K]``, which
+        are cast to float32.
 
         Gives the rows ``[N, H]``; the experts of this rank that they chose, ``[N, K]``, −1 elsewhere; their probs, 0 elsewhere;
         how often they chose each of this rank's experts, int64 ``[L]`` on the CPU; and a handle.
         """
         check_tensors("fused_dispatch", {"x": x, "token_indices": token_indices, "token_probs": token_probs})
         check_rows("fused_dispatch", x)
-        if token_probs.dtype != torch.float32:
-            raise TypeError(f"fused_dispatch: token_probs must be torch.float32, not {token_probs.dtype}")
+        token_probs = router_weights("fused_dispatch", token_probs)
         event = _event(async_finish)
         buffer = get_buffer(group, get_hidden_bytes(x))
         per_rank, per_rdma_rank, per_expert, in_rank, event_of_layout = buffer.get_dispatch_layout(

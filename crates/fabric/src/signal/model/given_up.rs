@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use super::*;
 use crate::signal::given_up::Earliest;
 
-/// What ranks share: their packets of one round, the mark, and who has returned with an error.
+/// The memory that the ranks share: their packets of one round, the mark of the rank that gave up, and the ranks whose call returned an error.
 struct World {
     packets: Vec<Head>,
     mark: Earliest,

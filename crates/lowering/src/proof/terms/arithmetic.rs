@@ -10,7 +10,7 @@ use crate::{
 
 /// A sum or a product, whose parts have no order.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Chain {
+pub(super) enum Chain {
     Sum,
     Product,
 }
@@ -25,10 +25,21 @@ impl Chain {
         if self == Self::Sum { 0.0 } else { 1.0 }
     }
 
-    /// Two numbers as one, in these elements. Integers wrap; one that no f64 has is none.
-    fn of(self, element: Element, x: f64, y: f64) -> Option<f64> {
+    /// Two numbers as one, in these elements. Integers wrap; one that no f64 has is none. Of floating-point numbers the result is
+    /// exact, and zero or an ordinary number of f32, so that a program that computes it loses nothing on the way: of more
+    /// elements than f32 nothing is assumed.
+    pub(super) fn of(self, element: Element, x: f64, y: f64) -> Option<f64> {
         if element.is_float() {
-            return Some(if self == Self::Sum { x + y } else { x * y });
+            let (value, lost) = match self {
+                Self::Sum => {
+                    let sum = x + y;
+                    let second = sum - x;
+                    (sum, (x - (sum - second)) + (y - second))
+                }
+                Self::Product => (x * y, x.mul_add(y, -(x * y))),
+            };
+            let is_zero = value == 0.0 && (self == Self::Sum || x == 0.0 || y == 0.0);
+            return (lost == 0.0 && (is_zero || is_ordinary(value))).then_some(value);
         }
         let (x, y) = (x as i64, y as i64);
         let wide = if self == Self::Sum { x.wrapping_add(y) } else { x.wrapping_mul(y) };
@@ -42,6 +53,11 @@ impl Chain {
             Self::Product => Node::Product(element, bag, number),
         }
     }
+}
+
+/// Whether f32 has numbers of this magnitude with all their bits.
+fn is_ordinary(value: f64) -> bool {
+    (f64::from(f32::MIN_POSITIVE)..=f64::from(f32::MAX)).contains(&value.abs())
 }
 
 impl Terms {
@@ -66,17 +82,20 @@ impl Terms {
         let ((a, p), (b, q)) = (split(self, x), split(self, y));
         let value = |terms: &Self, number: Option<Term>| number.and_then(|number| terms.as_number(number));
         let number = match (value(self, p), value(self, q)) {
-            (Some(p), Some(q)) => match chain.of(element, p, q) {
-                Some(number) => self.number_in(element, number),
-                None => return self.ordered(chain.op(), kept, x, y),
-            },
-            (Some(number), None) | (None, Some(number)) => self.number(number),
-            (None, None) => self.number(chain.neutral()),
+            (Some(p), Some(q)) => {
+                let joined = self.may(Identity::NumbersJoin, element).then(|| chain.of(element, p, q));
+                match joined.flatten() {
+                    Some(number) => Some(number),
+                    None => return self.ordered(chain.op(), kept, x, y),
+                }
+            }
+            (p, q) => p.or(q),
         };
-        let is_neutral = self.as_number(number) == Some(chain.neutral());
-        let number = (!is_neutral).then_some(number);
+        let is_neutral = number == Some(chain.neutral()) && self.may(Identity::NeutralNumber, element);
+        let number =
+            number.filter(|_| !is_neutral || (a, b) == (None, None)).map(|number| self.number(number));
         match (a, b) {
-            (None, None) => number.unwrap_or_else(|| self.number(chain.neutral())),
+            (None, None) => number.expect("of two numbers"),
             (Some(a), Some(b)) => match self.bags.union(a, b) {
                 Some(bag) => self.of_bag_weighing(chain.node(kept, bag, number), [x, y]),
                 None => self.ordered(chain.op(), kept, x, y),
@@ -133,23 +152,39 @@ impl Terms {
         {
             return term;
         }
-        // These give one of the values that they are given, or its negative.
-        let is_exact = matches!(op, Unary::Neg | Unary::Abs | Unary::Relu) && element.is_float();
+        let is_exact =
+            matches!(op, Unary::Neg | Unary::Abs | Unary::Relu) && self.may(Identity::ElementsStay, element);
         let kept = self.kept(element);
         let own = self.facts[x as usize].elements.filter(|_| is_exact);
         let weight = self.weight(x).saturating_add(1);
         self.intern(Node::Unary(op, kept, x), Facts { elements: Some(own.unwrap_or(kept)), weight })
     }
 
+    /// The least power of two that is not less.
+    pub(super) fn power_above(&mut self, element: Element, x: Term) -> Term {
+        if self.may(Identity::PowerOfLogarithm, element) {
+            return [Unary::Log2, Unary::Ceil, Unary::Exp2]
+                .iter()
+                .fold(x, |x, op| self.unary(*op, element, x));
+        }
+        let weight = self.weight(x).saturating_add(1);
+        let element = self.kept(element);
+        self.intern(Node::PowerAbove(element, x), Facts { elements: Some(element), weight })
+    }
+
     /// The reciprocal of what has a simpler one.
     fn reciprocal(&mut self, element: Element, x: Term) -> Option<Term> {
         Some(match self.node(x) {
-            Node::Number(bits) => self.number_in(element, 1.0 / f64::from_bits(bits)),
+            Node::Number(bits) => {
+                let inverse = self.number_in(element, 1.0 / f64::from_bits(bits));
+                let is_usual = self.as_number(inverse).is_some_and(is_ordinary);
+                return (is_usual && self.may(Identity::ReciprocalOfNumber, element)).then_some(inverse);
+            }
             Node::Unary(Unary::Reciprocal, _, inner) => inner,
             Node::Unary(Unary::Sqrt, _, inner) => self.unary(Unary::Rsqrt, element, inner),
             Node::Unary(Unary::Rsqrt, _, inner) => self.unary(Unary::Sqrt, element, inner),
             Node::Product(_, bag, number) => {
-                let factors = self.parts(bag, number)?;
+                let factors = self.bags.listed(bag, number)?;
                 let one = self.number(1.0);
                 factors.into_iter().fold(one, |product, factor| {
                     let inverse = self.unary(Unary::Reciprocal, element, factor);

@@ -3,6 +3,7 @@
 use super::{Term, Terms};
 use crate::{
     graph::Graph,
+    numerics::Numerics,
     op::{Binary, Fused, FusedArg, FusedOutput, Quantize, Reduction, Unary},
     places::Places,
     sym::SymExpr,
@@ -85,13 +86,24 @@ impl Terms {
         }
     }
 
-    /// `1/√(mean(x²) + eps)` of each row.
-    fn inverse_rms(&mut self, x: Term, Matrix { last, .. }: &Matrix, eps: f64) -> Term {
+    /// `1/√(mean(x²) + eps)` of each row, in the steps of the kernels: the sum is multiplied with the number nearest to `1 / n`, and
+    /// the root has a rounding of its own.
+    fn inverse_rms(&mut self, x: Term, Matrix { rows: _, last }: &Matrix, eps: f64) -> Term {
         let squares = self.binary(Binary::Mul, F32, x, x);
-        let mean = self.rows(Reduction::Mean, F32, last, squares);
+        let mean = match last.as_constant() {
+            Some(count) => {
+                let sum = self.rows(Reduction::Sum, F32, last, squares);
+                let inverse = self.number_in(F32, 1.0 / count as f64);
+                self.binary(Binary::Mul, F32, sum, inverse)
+            }
+            None if self.numerics == Numerics::Close => self.rows(Reduction::Mean, F32, last, squares),
+            // No operation but this one has such a factor.
+            None => self.fresh(F32),
+        };
         let eps = self.number_in(F32, eps);
         let with_eps = self.binary(Binary::Add, F32, mean, eps);
-        self.unary(Unary::Rsqrt, F32, with_eps)
+        let root = self.unary(Unary::Sqrt, F32, with_eps);
+        self.unary(Unary::Reciprocal, F32, root)
     }
 
     fn weight_of(&mut self, weight: Term, Matrix { rows, last }: &Matrix, bias: f64) -> Term {
@@ -134,9 +146,7 @@ impl Terms {
         let scales = self.binary(Binary::Div, F32, amax, most);
         let mut scales = self.binary(Binary::Maximum, F32, scales, least);
         if let Quantize::Fp8Groups(_) = how {
-            for op in [Unary::Log2, Unary::Ceil, Unary::Exp2] {
-                scales = self.unary(op, F32, scales);
-            }
+            scales = self.power_above(F32, scales);
         }
         let groups =
             rows.times(last).and_then(|count| count.divided(&extent)).unwrap_or_else(|| rows.clone());

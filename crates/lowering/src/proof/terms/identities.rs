@@ -86,6 +86,15 @@ identities! {
     ProductsHaveNoOrder: Integers, All, 3,
         "%a: T[4,8] = binary(%x, %y) op=mul\n%r: T[4,8] = binary(%a, %z) op=mul",
         "%a: T[4,8] = binary(%z, %y) op=mul\n%r: T[4,8] = binary(%x, %a) op=mul";
+    /// `(x + a) + b = x + (a + b)` and `(x · a) · b = x · (a · b)` of numbers `a` and `b`. Of floating-point numbers `a + b` and `a · b`
+    /// must be exact, and neither too large nor too small for f32.
+    NumbersJoin: Integers, All, 4,
+        "%a: T[4,8] = binary(%x) op=mul scalar=3\n%b: T[4,8] = binary(%a) op=mul scalar=5\n%c: T[4,8] = binary(%b) op=add scalar=2\n%r: T[4,8] = binary(%c) op=add scalar=4",
+        "%a: T[4,8] = binary(%x) op=mul scalar=15\n%r: T[4,8] = binary(%a) op=add scalar=6";
+    /// `x + 0 = x`, `x · 1 = x`
+    NeutralNumber: Integers, All, 0,
+        "%a: T[4,8] = binary(%x) op=mul scalar=1\n%r: T[4,8] = binary(%a) op=add scalar=0",
+        "%r: T[4,8] = copy(%x)";
     /// `−x = −1 · x`
     NegIsProduct: None, Floats, 1,
         "%r: T[4,8] = unary(%x) op=neg",
@@ -98,7 +107,11 @@ identities! {
     QuotientIsProduct: None, Floats, 3,
         "%r: T[4,8] = binary(%x, %y) op=div",
         "%n: T[4,8] = unary(%y) op=reciprocal\n%r: T[4,8] = binary(%x, %n) op=mul";
-    /// `1 / (x · y) = (1 / x) · (1 / y)`, `1 / (1 / x) = x`, `1 / √x = x^(−½)`, and of a number the nearest one.
+    /// The reciprocal of a number is the nearest number, which must be neither too large nor too small for f32.
+    ReciprocalOfNumber: None, Floats, 1,
+        "%r: T[4,8] = binary(%x) op=div scalar=4",
+        "%r: T[4,8] = binary(%x) op=mul scalar=0.25";
+    /// `1 / (x · y) = (1 / x) · (1 / y)`, `1 / (1 / x) = x`, `1 / √x = x^(−½)`
     ReciprocalInside: None, Floats, 4,
         "%s: T[4,8] = unary(%x) op=sqrt\n%p: T[4,8] = binary(%s, %y) op=mul\n%r: T[4,8] = unary(%p) op=reciprocal",
         "%s: T[4,8] = unary(%x) op=rsqrt\n%n: T[4,8] = unary(%y) op=reciprocal\n%r: T[4,8] = binary(%s, %n) op=mul";
@@ -106,10 +119,29 @@ identities! {
     PowerIsRoot: None, Floats, 2,
         "%r: T[4,8] = binary(%x) op=pow scalar=-0.5",
         "%r: T[4,8] = unary(%x) op=rsqrt";
+    /// `2^⌈log₂ x⌉` is the least power of two that is not less than `x`. (The logarithm's rounding may take it past a power.)
+    PowerOfLogarithm: None, Floats, 4,
+        "%n: T[4,8]; %c: e4m3[4,8]; %r: f32[4,1] = fused(%x) group=tp args=[] outputs=[\"norm\",\"codes\",\"scales\"] eps=1 quantize={\"fp8_groups\":8}",
+        "%s: T[4,8] = sync(%x) prim=all_reduce group=tp red=sum\n%w: f32[4,8] = cast(%s)\n%q: f32[4,8] = binary(%w, %w) op=mul\n\
+         %m: f32[4,1] = reduce(%q) op=mean dims=[1] keepdim=true\n%e: f32[4,1] = binary(%m) op=add scalar=1\n\
+         %i: f32[4,1] = unary(%e) op=rsqrt\n%o: f32[4,8] = binary(%w, %i) op=mul\n%n: T[4,8] = cast(%o)\n%u: f32[4,8] = cast(%n)\n\
+         %a: f32[4,8] = unary(%u) op=abs\n%g: f32[4,1] = reduce(%a) op=amax dims=[1] keepdim=true\n\
+         %d: f32[4,1] = binary(%g) op=div scalar=448\n%l: f32[4,1] = binary(%d) op=maximum scalar=1e-10\n\
+         %p: f32[4,1] = unary(%l) op=log2\n%k: f32[4,1] = unary(%p) op=ceil\n%r: f32[4,1] = unary(%k) op=exp2";
     /// The mean of `n` numbers is their sum times the number nearest to `1 / n`.
     MeanIsSum: None, Floats, 12,
         "%r: T[4,1] = reduce(%x) op=mean dims=[1] keepdim=true",
         "%s: T[4,1] = reduce(%x) op=sum dims=[1] keepdim=true\n%r: T[4,1] = binary(%s) op=mul scalar=0.125";
+    /// `−x`, `|x|`, `max(x, 0)` and the greatest of some numbers `x` are elements of the type that `x` has.
+    ElementsStay: Floats, Floats, 0,
+        "%w: W[4,8] = cast(%x)\n%a: W[4,8] = unary(%w) op=neg\n%b: W[4,8] = unary(%a) op=abs\n%c: W[4,8] = unary(%b) op=relu\n\
+         %d: W[4,1] = reduce(%c) op=amax dims=[1] keepdim=true\n%n: T[4,1] = cast(%d)\n%r: W[4,1] = cast(%n)",
+        "%w: W[4,8] = cast(%x)\n%a: W[4,8] = unary(%w) op=neg\n%b: W[4,8] = unary(%a) op=abs\n%c: W[4,8] = unary(%b) op=relu\n\
+         %r: W[4,1] = reduce(%c) op=amax dims=[1] keepdim=true";
+    /// A number that is converted is the nearest number of the new type.
+    CastOfNumber: Floats, Floats, 0,
+        "%i: i32[4,8] = full() value=16777217\n%r: T[4,8] = cast(%i)",
+        "%r: T[4,8] = full() value=16777216";
     /// A rounding may be left out.
     RoundingLess: None, Floats, 2,
         "%h: bf16[4,8] = cast(%x)\n%r: T[4,8] = cast(%h)",
@@ -122,9 +154,17 @@ identities! {
     SumOfNumber: Integers, All, 0,
         "%c: T[4,8] = full() value=3\n%r: T[4,8] = sync(%c) prim=all_reduce group=tp red=sum",
         "%r: T[4,8] = full() value=6";
-    /// The sum over one rank is what it has.
+    /// What a collective of one rank gives is what the rank has.
     RankAlone: All, All, 0,
         "%r: T[4,8] = sync(%x) prim=all_reduce group=one red=sum",
+        "%r: T[4,8] = copy(%x)";
+    /// A number at other places is the number.
+    MoveOfNumber: All, All, 0,
+        "%f: T[8] = full() value=3\n%e: T[4,8] strides [0,1] = view(%f) view=expand\n%r: T[4,8] = copy(%e)",
+        "%r: T[4,8] = full() value=3";
+    /// All elements in their order are the elements.
+    MoveToItself: All, All, 0,
+        "%v: T[4,8] = view(%x) view=strided\n%r: T[4,8] = copy(%v)",
         "%r: T[4,8] = copy(%x)";
     /// A move of moved elements is one move.
     MoveOfMove: All, All, 0,
@@ -134,6 +174,10 @@ identities! {
     MoveOfFunction: All, All, 0,
         "%a: T[4,8] = binary(%x, %y) op=add\n%p: T[8,4] strides [1,8] = view(%a) view={\"permute\":[1,0]}\n%r: T[8,4] = copy(%p)",
         "%p: T[8,4] strides [1,8] = view(%x) view={\"permute\":[1,0]}\n%q: T[8,4] strides [1,8] = view(%y) view={\"permute\":[1,0]}\n%r: T[8,4] = binary(%p, %q) op=add";
+    /// What has been written to all places is there.
+    WriteOfAll: All, All, 0,
+        "%c: T[4,8] = copy(%x)\n%w: T[4,8] = assign(%c, %y)\n%v: T[4,8] = view(%w) view=strided\n%r: T[4,8] = copy(%v)",
+        "%r: T[4,8] = copy(%y)";
     /// What has just been written is read.
     ReadOfWrite: All, All, 0,
         "%c: T[4,8] = copy(%x)\n%s: T[2,8] offset 8 = view(%c) view=strided\n%y2: T[2,8] = view(%y) view=strided\n%w: T[2,8] offset 8 = assign(%s, %y2)\n%v: T[1,8] offset 16 = view(%w) view=strided\n%r: T[1,8] = copy(%v)",

@@ -9,10 +9,8 @@
 //! roundings a value has is for [`roundings`](super::roundings) to say.
 
 mod arithmetic;
-mod bag;
 mod fused;
 pub(crate) mod identities;
-mod intern;
 mod moves;
 mod program;
 #[cfg(test)]
@@ -21,8 +19,10 @@ mod tests;
 use antiphon_tensor::DType;
 
 use crate::{
+    bag::{Bag, Bags},
     faults::Fault,
     hash::HashMap,
+    intern::{Id, Table},
     numerics::{Numerics, rounded, wrapped},
     op::{Binary, Reduction, Unary},
     places::Places,
@@ -30,9 +30,8 @@ use crate::{
     types::Element,
     verify::arithmetic::has_all,
 };
-use bag::{Bag, Bags};
+use arithmetic::Chain;
 use identities::{Enabled, Identity};
-use intern::{Id, Table};
 pub(crate) use program::Meanings;
 use program::{Call, Unknown};
 
@@ -60,7 +59,7 @@ pub(crate) enum Node {
     /// An input or a constant of the program: its name, and its elements.
     Leaf(Id<str>, Element),
     /// Memory beside the elements of an input or a constant, by its name; of what the program computed, which nobody wrote, by
-    /// a number that no other has.
+    /// a number that no other has. Also what no operation of a program gives.
     Gap(Option<Id<str>>, u32),
     /// The bits of an f64, repeated as often as it takes.
     Number(u64),
@@ -70,6 +69,8 @@ pub(crate) enum Node {
     Unary(Unary, Element, Term),
     /// A function of elements at equal places, computed in these elements.
     Binary(Binary, Element, Term, Term),
+    /// The least power of two that is not less, of each element, in these elements.
+    PowerAbove(Element, Term),
     /// Terms added in any order, and a number.
     Sum(Element, Bag, Option<Term>),
     /// Terms multiplied in any order, and a number.
@@ -125,8 +126,6 @@ struct Facts {
     weight: u32,
 }
 
-/// The most summands or factors that are looked at one by one.
-const MAX_PARTS: usize = 512;
 /// Up to here an f64 has every integer.
 const MOST_EXACT: f64 = (1u64 << 53) as f64;
 
@@ -235,22 +234,9 @@ impl Terms {
     /// The summands of a term, each as often as it occurs; the term itself if it is no sum, or one of very many.
     pub(crate) fn summands(&self, term: Term) -> Vec<Term> {
         match self.node(term) {
-            Node::Sum(_, bag, number) => self.parts(bag, number).unwrap_or_else(|| vec![term]),
+            Node::Sum(_, bag, number) => self.bags.listed(bag, number).unwrap_or_else(|| vec![term]),
             _ => vec![term],
         }
-    }
-
-    fn parts(&self, bag: Bag, number: Option<Term>) -> Option<Vec<Term>> {
-        let mut parts = Vec::new();
-        for (term, count) in self.bags.iter(bag) {
-            if parts.len() + count as usize > MAX_PARTS {
-                return None;
-            }
-            parts.extend(std::iter::repeat_n(term, count as usize));
-        }
-        parts.extend(number);
-        parts.sort_unstable();
-        Some(parts)
     }
 
     /// Elements of one type converted to another, as a cast does.
@@ -259,8 +245,8 @@ impl Terms {
             _ if Fault::CastsKeepAll.is_present() => return x,
             (_, Element::Bool) if from != Element::Bool => Conversion::NonZero,
             (_, Element::E4m3) if from != Element::E4m3 => Conversion::Coded,
-            _ if self.may(Identity::CastThatKeeps, to) && self.fits(x, to) => return x,
-            _ if from == to || Fault::SumsAreEndless.is_present() => return x,
+            _ if self.may(Identity::CastThatKeeps, to) && (from == to || self.fits(x, to)) => return x,
+            _ if Fault::SumsAreEndless.is_present() => return x,
             _ if to.is_float() => Conversion::Rounded,
             _ if from.is_float() || from == Element::E4m3 => Conversion::Truncated,
             _ => Conversion::Wrapped,
@@ -269,6 +255,7 @@ impl Terms {
             return x;
         }
         if let (Some(value), Some(dtype), Conversion::Rounded) = (self.as_number(x), to.number(), conversion)
+            && self.may(Identity::CastOfNumber, to)
         {
             return self.number(rounded(dtype, value));
         }
@@ -289,8 +276,8 @@ impl Terms {
             return self.product(element, inverse, sum);
         }
         let extent = self.sizes.intern(extent);
-        // The greatest of some numbers is one of them.
-        let own = self.facts[x as usize].elements.filter(|_| op == Reduction::Amax);
+        let is_one_of_them = op == Reduction::Amax && self.may(Identity::ElementsStay, element);
+        let own = self.facts[x as usize].elements.filter(|_| is_one_of_them);
         let element = self.kept(element);
         self.opaque(Node::Rows(op, element, extent, x), own.unwrap_or(element))
     }
@@ -304,10 +291,10 @@ impl Terms {
             && self.may(Identity::SumOfNumber, of)
         {
             let sum = value * f64::from(size);
-            if dtype.is_float() {
+            if let Some(sum) = Chain::Product.of(of, value, size.into()).filter(|_| dtype.is_float()) {
                 return self.number(sum);
             }
-            if sum.abs() <= MOST_EXACT {
+            if !dtype.is_float() && sum.abs() <= MOST_EXACT {
                 return self.number(wrapped(dtype, sum as i64) as f64);
             }
         }
@@ -315,7 +302,7 @@ impl Terms {
             let minus = self.number(-1.0);
             match self.node(x) {
                 Node::Sum(element, bag, number) if element == self.kept(of) => {
-                    if let Some(parts) = self.parts(bag, number) {
+                    if let Some(parts) = self.bags.listed(bag, number) {
                         let sums = parts.into_iter().map(|term| self.group_sum(group, size, of, term));
                         let sums: Vec<Term> = sums.collect();
                         return sums

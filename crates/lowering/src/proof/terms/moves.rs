@@ -1,7 +1,12 @@
 //! Elements at other places, and memory.
 
 use super::{Facts, Node, Term, Terms, identities::Identity};
-use crate::{faults::Fault, places::Places, sym::SymExpr, types::Type};
+use crate::{
+    faults::Fault,
+    places::Places,
+    sym::SymExpr,
+    types::{Element, Type},
+};
 
 /// The most operations on elements that a move goes through.
 const MAX_WEIGHT: u32 = 256;
@@ -9,12 +14,13 @@ const MAX_WEIGHT: u32 = 256;
 impl Terms {
     /// The elements of `x`, of which there are `count`, at some places.
     pub(super) fn moved(&mut self, places: &Places, count: &SymExpr, x: Term) -> Term {
-        if places.is_all(count) || Fault::RowsAreColumns.is_present() {
+        let stays = self.enabled.has(Identity::MoveToItself) && places.is_all(count);
+        if stays || Fault::RowsAreColumns.is_present() {
             return x;
         }
         let node = self.node(x);
         match node {
-            Node::Number(_) => return x,
+            Node::Number(_) if self.enabled.has(Identity::MoveOfNumber) => return x,
             Node::Moved(inner, from, y) if self.enabled.has(Identity::MoveOfMove) => {
                 if let Some(both) = places.of_places(self.places.get(inner), &self.syms) {
                     let from = self.sizes.get(from).clone();
@@ -52,18 +58,22 @@ impl Terms {
                 let x = part(self, x);
                 self.unary(op, element, x)
             }
+            Node::PowerAbove(element, x) => {
+                let x = part(self, x);
+                self.power_above(element, x)
+            }
             Node::Binary(op, element, x, y) => {
                 let (x, y) = (part(self, x), part(self, y));
                 self.binary(op, element, x, y)
             }
             Node::Sum(element, bag, number) => {
                 let parts: Vec<Term> =
-                    self.parts(bag, number)?.into_iter().map(|term| part(self, term)).collect();
+                    self.bags.listed(bag, number)?.into_iter().map(|term| part(self, term)).collect();
                 parts.into_iter().reduce(|x, y| self.sum(element, x, y))?
             }
             Node::Product(element, bag, number) => {
                 let parts: Vec<Term> =
-                    self.parts(bag, number)?.into_iter().map(|term| part(self, term)).collect();
+                    self.bags.listed(bag, number)?.into_iter().map(|term| part(self, term)).collect();
                 parts.into_iter().reduce(|x, y| self.product(element, x, y))?
             }
             _ => return None,
@@ -72,29 +82,36 @@ impl Terms {
 
     /// `x` repeated to the shape of another type.
     pub(super) fn repeated(&mut self, x: Term, from: &Type, to: &Type) -> Term {
-        if from.shape == to.shape {
+        // Elements are those of the term; where they lie is for views to say, which are moves of their own.
+        let Type { dtype: _, shape, strides: _, offset: _ } = from;
+        if *shape == to.shape {
             return x;
         }
-        let map = Places::broadcast(&from.shape, &to.shape).zip(from.numel());
+        let map = Places::broadcast(shape, &to.shape).zip(from.numel());
         let (places, count) = map.expect("of a verified graph");
         self.moved(&places, &count, x)
     }
 
-    /// Memory in which a new value lies, of that type and as large as its type needs.
-    pub(super) fn memory(&mut self, name: Option<&str>, ty: &Type, value: Term) -> Term {
+    /// Elements of which nothing is known, and which no other term is.
+    pub(super) fn fresh(&mut self, elements: Element) -> Term {
+        self.gaps += 1;
+        self.opaque(Node::Gap(None, self.gaps), elements)
+    }
+
+    /// What lies between the elements of a program's own value of this name.
+    pub(super) fn gap(&mut self, name: &str, elements: Element) -> Term {
+        let name = self.names.intern(name);
+        self.opaque(Node::Gap(Some(name), 0), elements)
+    }
+
+    /// Memory in which a new value lies, of that type and as large as its type needs. `between` lies between the elements, if that is known.
+    pub(super) fn memory(&mut self, between: Option<Term>, ty: &Type, value: Term) -> Term {
         let (Some(places), Some(count)) = (Places::of(ty), ty.numel()) else { return value };
         if places.is_all(&count) {
             return value;
         }
-        let gap = match name {
-            Some(name) => Node::Gap(Some(self.names.intern(name)), 0),
-            None => {
-                self.gaps += 1;
-                Node::Gap(None, self.gaps)
-            }
-        };
-        let gap = self.opaque(gap, ty.dtype);
-        self.written(gap, &places, None, value)
+        let between = between.unwrap_or_else(|| self.fresh(ty.dtype));
+        self.written(between, &places, None, value)
     }
 
     /// Memory in which the elements at some places have been replaced: all of them, if it has so many.
@@ -105,7 +122,7 @@ impl Terms {
         size: Option<&SymExpr>,
         value: Term,
     ) -> Term {
-        if size.is_some_and(|size| places.is_all(size)) {
+        if self.enabled.has(Identity::WriteOfAll) && size.is_some_and(|size| places.is_all(size)) {
             return value;
         }
         let old = if Fault::WritesCoverAll.is_present() { value } else { old };

@@ -7,6 +7,8 @@ use crate::{
     analysis::Analysis,
     faults::Fault,
     graph::{Graph, Op},
+    hash::HashMap,
+    ids::{StoreId, ValueId},
     numerics::rounded,
     op::{Alias, Coll, Kind, Prim, ResultMemory, View},
     places::Places,
@@ -26,7 +28,8 @@ pub(crate) struct Call {
     sends: Option<Vec<SymExpr>>,
     receives: Option<Vec<SymExpr>>,
     dims: Option<[usize; 2]>,
-    shape: Option<Vec<SymExpr>>,
+    /// Of the operand and of the result.
+    shapes: Option<[Vec<SymExpr>; 2]>,
     element: Element,
 }
 
@@ -55,13 +58,22 @@ pub(crate) struct Meanings(Vec<Option<Meaning>>);
 
 impl Meanings {
     /// The elements of a value.
-    pub(crate) fn value(&self, value: crate::ValueId) -> Option<Term> {
+    pub(crate) fn value(&self, value: ValueId) -> Option<Term> {
         Some(self.0[value.index()]?.value)
     }
 
     /// All elements of the memory in which a value lies, when it is the latest.
-    pub(crate) fn memory(&self, value: crate::ValueId) -> Option<Term> {
+    pub(crate) fn memory(&self, value: ValueId) -> Option<Term> {
         Some(self.0[value.index()]?.memory)
+    }
+}
+
+/// How many elements of a value's type the memory has in which it lies; none if that is no whole number.
+fn elements(graph: &Graph, analysis: &Analysis, value: ValueId) -> Option<SymExpr> {
+    let (root, own) = (graph.ty(analysis.root(value)?), graph.ty(value).dtype.size());
+    match root.dtype.size() == own {
+        true => root.reach(),
+        false => root.reach()?.times(&(root.dtype.size() as i64).into())?.divided(&(own as i64).into()),
     }
 }
 
@@ -80,10 +92,26 @@ impl Terms {
             if op.kind.has_effect() && matches!(op.kind, Kind::Opaque { .. }) {
                 effects += 1;
             }
+            // Of results in one storage each is written into what the one before has left.
+            let is_chain = op.outs.len() > 1 && op.kind.coll().is_some_and(|coll| coll.in_place);
+            let mut left: HashMap<Option<StoreId>, Term> = HashMap::default();
             for (index, out) in op.outs.iter().enumerate() {
                 let value = self.result(graph, analysis, op, &args, index, effects);
+                let store = analysis.store[out.index()];
+                if let Some(memory) = left.get(&store) {
+                    args[index].memory = *memory;
+                }
                 let memory = self.memory_of(graph, analysis, op, &args, index, value);
                 meanings[out.index()] = Some(Meaning { value, memory });
+                if is_chain {
+                    left.insert(store, memory);
+                }
+            }
+            for out in op.outs.iter().filter(|_| is_chain) {
+                let memory = left.get(&analysis.store[out.index()]).copied();
+                if let Some((meaning, memory)) = meanings[out.index()].as_mut().zip(memory) {
+                    meaning.memory = memory;
+                }
             }
         }
         Meanings(meanings)
@@ -110,7 +138,12 @@ impl Terms {
         match op.kind.result_memory(index) {
             ResultMemory::Fresh => {
                 let is_given = matches!(op.kind, Kind::Input | Kind::Constant);
-                self.memory(is_given.then(|| graph.name(out)), ty, value)
+                // An unknown operation leaves the same between the elements wherever it gives the same elements.
+                let between = match op.kind {
+                    Kind::Opaque { .. } => Some(unknown(self)),
+                    _ => is_given.then(|| self.gap(graph.name(out), ty.dtype)),
+                };
+                self.memory(between, ty, value)
             }
             ResultMemory::Alias(arg) if graph.ty(op.args[arg]).dtype == ty.dtype => args[arg].memory,
             ResultMemory::Alias(_) => unknown(self),
@@ -118,7 +151,7 @@ impl Terms {
             ResultMemory::Write(arg) if matches!(op.kind, Kind::Wait { .. }) => args[arg].memory,
             ResultMemory::Write(_) if matches!(op.kind, Kind::Opaque { .. }) => unknown(self),
             ResultMemory::Write(arg) => {
-                let size = analysis.root(out).and_then(|root| graph.ty(root).reach());
+                let size = elements(graph, analysis, out);
                 match Places::of(graph.ty(op.args[arg])) {
                     Some(places) => self.written(args[arg].memory, &places, size.as_ref(), value),
                     None => value,
@@ -197,8 +230,9 @@ impl Terms {
                 }
                 View::Expand => self.repeated(x(0), ty(0), out),
                 View::Strided => {
-                    let root = analysis.root(op.outs[index]).and_then(|root| graph.ty(root).reach());
-                    self.shown(args[0].memory, &root.expect("of a verified graph"), out)
+                    // No view shows all of what is no whole number of such elements.
+                    let size = elements(graph, analysis, op.outs[index]).unwrap_or(SymExpr::constant(-1));
+                    self.shown(args[0].memory, &size, out)
                 }
             },
             Kind::Copy => x(0),
@@ -259,11 +293,16 @@ impl Terms {
             sends: sends.clone(),
             receives: receives.clone(),
             dims: *dims,
-            shape: (!is_even).then(|| from.shape.clone()),
+            shapes: (!is_even).then(|| [from.shape.clone(), to.shape.clone()]),
             element: self.kept(from.dtype),
         };
         let call = self.calls.intern(&call);
         self.intern(Node::Call(call, x), Facts { elements: Some(from.dtype), weight: 1 })
+    }
+
+    /// The sum of some terms of such elements; none of no terms.
+    pub(crate) fn added(&mut self, element: Element, terms: impl Iterator<Item = Term>) -> Option<Term> {
+        terms.reduce(|x, y| self.sum(element, x, y))
     }
 
     /// A conversion to the codes of FP8.

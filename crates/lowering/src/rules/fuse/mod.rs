@@ -112,7 +112,7 @@ fn attempt(
     let dtype = ty.dtype.number().filter(|dtype| is_fusible(*dtype));
     let dtype = dtype.ok_or_else(|| format!("it is of {}, not of f32, f16 or bf16", ty.dtype))?;
     let hidden = ty.last().as_constant().unwrap_or(0);
-    if ty.shape.is_empty() || hidden <= 0 || hidden * dtype.size() as i64 % 16 != 0 {
+    if ty.shape.is_empty() || hidden <= 0 || i128::from(hidden) * dtype.size() as i128 % 16 != 0 {
         let bytes = ty.last();
         return Err(format!("a row has {bytes} elements of {dtype}, not a known multiple of 16 bytes"));
     }

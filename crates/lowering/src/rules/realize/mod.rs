@@ -14,6 +14,7 @@ use crate::{
     options::Realize,
     plan::Choice,
     types::{Class, CommReq, Roles},
+    verify::is_within,
 };
 pub(crate) use place::place;
 
@@ -48,7 +49,7 @@ pub fn can_realize(graph: &Graph, analysis: &Analysis, value: ValueId, domain: &
     }
     let ty = graph.ty(value);
     if !ty.is_contiguous()
-        || ty.offset.as_constant().is_none_or(|offset| offset * ty.dtype.size() as i64 % 16 != 0)
+        || ty.offset.as_constant().is_none_or(|offset| i128::from(offset) * ty.dtype.size() as i128 % 16 != 0)
     {
         return no("it is not contiguous, or begins at no multiple of 16 bytes");
     }
@@ -74,6 +75,10 @@ pub fn can_realize(graph: &Graph, analysis: &Analysis, value: ValueId, domain: &
         return no("an operation that is not known may keep hold of it");
     }
     let Some(bytes) = analysis.bytes(graph, store) else { return no("its size overflows") };
+    let root = graph.ty(storage.root);
+    if !analysis.values(store).iter().all(|view| is_within(graph.ty(*view), root, &graph.syms)) {
+        return no("a view of it is not known to end where it does");
+    }
     match (bytes.as_constant(), bytes.range(&graph.syms).max) {
         (Some(_), _) => CanRealize::Yes,
         (None, Some(most)) => {
@@ -108,14 +113,23 @@ fn realize_in(graph: &mut Graph, analysis: &Analysis, value: ValueId, group: &st
         return Err(reason);
     }
     let root = analysis.root(value).ok_or("nobody defines it")?;
+    let is_written = |value: &ValueId| {
+        let op = analysis.op_of(graph, *value);
+        op.is_some_and(|op| op.kind.coll().is_some_and(|coll| coll.in_place))
+    };
+    let store = analysis.store[root.index()].ok_or("nobody defines it")?;
+    let is_written = analysis.values(store).iter().any(is_written);
+    let roles = if is_written { Roles::InOut } else { Roles::In };
     let class = &mut graph.values[root.index()].class;
     match class {
-        Class::Comm(req) if !req.groups.iter().any(|name| name == group) => {
-            req.groups.push(group.to_owned());
-            req.groups.sort();
+        Class::Comm(req) => {
+            req.roles = if req.roles == roles { roles } else { Roles::InOut };
+            if !req.groups.iter().any(|name| name == group) {
+                req.groups.push(group.to_owned());
+                req.groups.sort();
+            }
         }
-        Class::Comm(_) => {}
-        class => *class = Class::Comm(CommReq { domain, groups: vec![group.to_owned()], roles: Roles::In }),
+        class => *class = Class::Comm(CommReq { domain, groups: vec![group.to_owned()], roles }),
     }
     Ok(())
 }

@@ -42,7 +42,7 @@ macro_rules! define_fused {
             #[pyo3(signature = $signature)]
             #[expect(clippy::too_many_arguments, reason = "a call of keywords")]
             fn all_reduce_fused<'a, 'py>(&self, py: Python<'py>, $($keyword: $type,)*) -> Result<()> {
-                self.run_fused(py, &Arguments { $($keyword,)* })
+                self.run_fused(py, "all_reduce_fused", &Arguments { $($keyword,)* })
             }
         }
     };
@@ -83,6 +83,8 @@ keywords!(all_reduce_rms_norm => define_rms_norm);
 
 /// The operands of a call, collected one by one, which keep its memory valid.
 struct Found {
+    /// The method that the caller called, for errors.
+    call: &'static str,
     usage: Usage,
     operands: Vec<Operand>,
     /// How many elements matrices have, if the caller said so: of longer ones the first count.
@@ -97,8 +99,8 @@ impl Found {
     }
 
     fn need(&mut self, name: &str, array: Given<'_, '_>) -> Result<Tensor> {
-        let array = array.ok_or_else(|| PyTypeError::new_err(format!("all_reduce_fused: pass {name}")))?;
-        refuse_gradient(array, "all_reduce_fused")?;
+        let array = array.ok_or_else(|| PyTypeError::new_err(format!("{}: pass {name}", self.call)))?;
+        refuse_gradient(array, self.call)?;
         let operand = Operand::import(array, name, self.usage)?.numeric()?;
         Ok(self.keep(operand))
     }
@@ -116,8 +118,7 @@ impl Found {
     fn first(&self, name: &str, tensor: Tensor) -> Result<Tensor> {
         let Some(count) = self.count.filter(|&count| count != tensor.count) else { return Ok(tensor) };
         if tensor.count < count {
-            let text =
-                format!("all_reduce_fused: {name} has {} elements, and {count} are needed", tensor.count);
+            let text = format!("{}: {name} has {} elements, and {count} are needed", self.call, tensor.count);
             return Err(PyValueError::new_err(text).into());
         }
         Ok(Tensor { count, ..tensor })
@@ -167,9 +168,9 @@ fn rows_of(name: &str, tensor: &Tensor, hidden: usize) -> Result<usize> {
 }
 
 impl Arguments<'_, '_> {
-    fn gather(&self) -> Result<(Fused, Found)> {
-        let mut found =
-            Found { usage: Usage::Call(self.stream), operands: Vec::with_capacity(12), count: self.count()? };
+    fn gather(&self, call: &'static str) -> Result<(Fused, Found)> {
+        let (usage, count) = (Usage::Call(self.stream), self.count(call)?);
+        let mut found = Found { call, usage, operands: Vec::with_capacity(12), count };
         let (source, tokens, hidden) = self.source(&mut found)?;
         let bias = found.read("bias", self.bias)?;
         let pre_weight = found.read("pre_weight", self.pre_weight)?;
@@ -183,7 +184,7 @@ impl Arguments<'_, '_> {
         let codes = found.write_bytes("codes", self.codes)?;
         let scales = found.write_bytes("scales", self.scales)?;
         if quantization.is_some() != codes.is_some() {
-            let text = "all_reduce_fused: quantize and codes need each other";
+            let text = format!("{call}: quantize and codes need each other");
             return Err(PyValueError::new_err(text).into());
         }
         let norm = |is_wanted: bool, weight| is_wanted.then_some(RmsNorm { weight, eps: self.eps });
@@ -203,16 +204,16 @@ impl Arguments<'_, '_> {
             .with(Role::InverseRmsOut, inverse_rms_out)
             .with(Role::Codes, codes)
             .with(Role::Scales, scales);
-        check_overlap(&fused)?;
+        check_overlap(call, &fused)?;
         Ok((fused, found))
     }
 
     /// The elements of a matrix, where `tokens` and `hidden` say.
-    fn count(&self) -> Result<Option<usize>> {
+    fn count(&self, call: &str) -> Result<Option<usize>> {
         let Some(tokens) = self.tokens else { return Ok(None) };
         let count = self.hidden.and_then(|hidden| tokens.checked_mul(hidden));
         if count.is_none() || self.x.is_none() {
-            let text = "all_reduce_fused: tokens needs x, and hidden";
+            let text = format!("{call}: tokens needs x, and hidden");
             return Err(PyTypeError::new_err(text).into());
         }
         Ok(count)
@@ -254,8 +255,8 @@ impl Arguments<'_, '_> {
                 Ok((source, tokens, hidden))
             }
             _ => {
-                let text =
-                    "all_reduce_fused: pass x, or experts with expert_scales and shared, or rows with index";
+                let sources = "pass x, or experts with expert_scales and shared, or rows with index";
+                let text = format!("{}: {sources}", found.call);
                 Err(PyTypeError::new_err(text).into())
             }
         }
@@ -283,10 +284,10 @@ impl Arguments<'_, '_> {
 
 impl Communicator {
     /// Waits for a fused all-reduce on the host; puts one on a GPU into the stream, or the current one of the arrays'
-    /// library.
-    fn run_fused(&self, py: Python<'_>, arguments: &Arguments<'_, '_>) -> Result<()> {
+    /// library. Errors name `call`.
+    fn run_fused(&self, py: Python<'_>, call: &'static str, arguments: &Arguments<'_, '_>) -> Result<()> {
         let queue = self.queue()?;
-        let (fused, found) = arguments.gather()?;
+        let (fused, found) = arguments.gather(call)?;
         match (cuda_device(&fused), arguments.stream) {
             (Some(device), stream) => {
                 let current = || found.operands.iter().find_map(|operand| operand.stream);
@@ -296,7 +297,7 @@ impl Communicator {
                 self.gpus.keep_stream(py, stream, &[crate::cuda::Order::Collectives])?;
             }
             (None, Some(stream)) => {
-                let text = format!("all_reduce_fused: host memory has no stream {stream}");
+                let text = format!("{call}: host memory has no stream {stream}");
                 return Err(PyValueError::new_err(text).into());
             }
             (None, None) => {
@@ -331,7 +332,7 @@ impl Communicator {
             scales: scales.as_ref(),
             ..arguments
         };
-        self.run_fused(py, &complete)?;
+        self.run_fused(py, "all_reduce_rms_norm", &complete)?;
         let made_groups = arguments.scales.is_none() && arguments.quantize == Some("fp8-groups");
         let scales = match &scales {
             Some(made) if made_groups => Some(outputs.packed(made)?),

@@ -1,10 +1,12 @@
 //! The terms of fused calls, with every rounding where the kernels have it.
 
-use super::{Term, Terms};
+use super::{Node, Term, Terms};
 use crate::{
     graph::Graph,
+    numerics::Numerics,
     op::{Binary, Fused, FusedArg, FusedOutput, Quantize, Reduction, Unary},
     types::{Element, Type},
+    verify::F32,
 };
 
 impl Terms {
@@ -63,9 +65,7 @@ impl Terms {
                 let groups = Type::new(ty.dtype, shape);
                 let split = self.reshaped(norm, ty, &groups);
                 let scales = self.scales(split, &groups, Quantize::LEAST_OF_GROUP);
-                let scales = self.unary(Unary::Log2, scales);
-                let scales = self.unary(Unary::Ceil, scales);
-                let scales = self.unary(Unary::Exp2, scales);
+                let scales = self.power_above(scales);
                 let codes = self.divided(split, scales);
                 let [one, many] = [1.into(), count.into()];
                 [self.rows_of(codes, &groups.last(), &last), self.rows_of(scales, &one, &many)]
@@ -103,6 +103,16 @@ impl Terms {
         self.saturated(scaled)
     }
 
+    /// The least power of two that is not less. Kernels find it among bits, where a rounded logarithm may miss it.
+    fn power_above(&mut self, x: Term) -> Term {
+        match self.numerics {
+            Numerics::Close => {
+                [Unary::Log2, Unary::Ceil, Unary::Exp2].into_iter().fold(x, |x, op| self.unary(op, x))
+            }
+            Numerics::Same => self.intern(Node::PowerAbove(x), F32),
+        }
+    }
+
     /// What is made of a sum, with every rounding where the kernels have it.
     pub(crate) fn norm(&mut self, sum: Term, parts: &NormParts, input: &Type) -> NormTerms {
         let residual = match parts.residual {
@@ -111,10 +121,13 @@ impl Terms {
         };
         let residual = self.round(input.dtype, residual);
         let squares = self.binary(Binary::Mul, residual, residual);
-        let mean = self.rows(Reduction::Mean, input, squares);
+        let sum = self.rows(Reduction::Sum, input, squares);
+        let inverse = self.number(1.0 / input.last().as_constant().unwrap_or(1) as f64);
+        let mean = self.binary(Binary::Mul, sum, inverse);
         let eps = self.number(parts.eps);
         let with_eps = self.binary(Binary::Add, mean, eps);
-        let inverse_rms = self.unary(Unary::Rsqrt, with_eps);
+        let root = self.unary(Unary::Sqrt, with_eps);
+        let inverse_rms = self.unary(Unary::Reciprocal, root);
         let weight = parts.weight.map(|weight| match parts.weight_bias {
             0.0 => weight,
             bias => {

@@ -7,13 +7,13 @@
 //! nothing, reshapes that keep rows, the order of commuting operands. Under [`Numerics::Close`] it also leaves out where f32,
 //! f16, bf16 and f64 are rounded, so that equal terms are equal real functions.
 
-mod bag;
 mod fused;
-mod intern;
 mod program;
 
 use crate::{
+    bag::{Bag, Bags},
     hash::HashMap,
+    intern::{Id, Table},
     numerics::{Numerics, rounded},
     op::{Binary, Reduction, Unary},
     sym::SymExpr,
@@ -21,8 +21,6 @@ use crate::{
     verify::F32,
 };
 use antiphon_tensor::DType;
-use bag::{Bag, Bags};
-use intern::{Id, Table};
 
 /// A term: a place in [`Terms::nodes`].
 pub(crate) type Term = u32;
@@ -37,6 +35,8 @@ pub(crate) enum Node {
     /// Rounded, or converted, to these elements.
     Round(Element, Term),
     Unary(Unary, Term),
+    /// The least power of two that is not less, of each element.
+    PowerAbove(Term),
     Binary(Binary, Term, Term),
     /// Terms added in any order, and a number.
     Sum(Bag, Option<Term>),
@@ -68,9 +68,6 @@ pub(crate) struct Terms {
     sizes: Table<SymExpr>,
     lists: Table<[Term]>,
 }
-
-/// The most summands or factors that are looked at one by one.
-const MAX_PARTS: usize = 512;
 
 impl Terms {
     pub(crate) fn new(numerics: Numerics) -> Self {
@@ -132,7 +129,7 @@ impl Terms {
     /// The summands of a term, each as often as it occurs; the term itself if it is no sum, or one of very many.
     pub(crate) fn summands(&self, term: Term) -> Vec<Term> {
         match self.node(term) {
-            Node::Sum(bag, number) => self.parts(bag, number).unwrap_or_else(|| vec![term]),
+            Node::Sum(bag, number) => self.bags.listed(bag, number).unwrap_or_else(|| vec![term]),
             _ => vec![term],
         }
     }
@@ -140,22 +137,9 @@ impl Terms {
     /// The factors of a term, each as often as it occurs; the term itself if it is no product, or one of very many.
     pub(crate) fn factors(&self, term: Term) -> Vec<Term> {
         match self.node(term) {
-            Node::Product(bag, number) => self.parts(bag, number).unwrap_or_else(|| vec![term]),
+            Node::Product(bag, number) => self.bags.listed(bag, number).unwrap_or_else(|| vec![term]),
             _ => vec![term],
         }
-    }
-
-    fn parts(&self, bag: Bag, number: Option<Term>) -> Option<Vec<Term>> {
-        let mut parts = Vec::new();
-        for (term, count) in self.bags.iter(bag) {
-            if parts.len() + count as usize > MAX_PARTS {
-                return None;
-            }
-            parts.extend(std::iter::repeat_n(term, count as usize));
-        }
-        parts.extend(number);
-        parts.sort_unstable();
-        Some(parts)
     }
 
     /// A value rounded to other elements.
@@ -270,7 +254,7 @@ impl Terms {
                     return self.unary(Unary::Sqrt, inner);
                 }
                 (Unary::Reciprocal, Node::Product(bag, number)) => {
-                    if let Some(factors) = self.parts(bag, number) {
+                    if let Some(factors) = self.bags.listed(bag, number) {
                         return factors.into_iter().fold(self.number(1.0), |product, factor| {
                             let inverse = self.unary(Unary::Reciprocal, factor);
                             self.product(product, inverse)
@@ -360,7 +344,7 @@ impl Terms {
         let minus = self.number(-1.0);
         match self.node(x) {
             Node::Sum(bag, number) if is_linear => {
-                if let Some(parts) = self.parts(bag, number) {
+                if let Some(parts) = self.bags.listed(bag, number) {
                     let sums = parts.into_iter().map(|term| self.group_sum(group, size, of, term));
                     let sums: Vec<Term> = sums.collect();
                     return sums.into_iter().reduce(|x, y| self.sum(x, y)).expect("a sum is not empty");

@@ -1,4 +1,4 @@
-//! Multisets of terms in which equal multisets are the same number.
+//! Multisets of terms in which equal multisets are the same number. A term is a place in a table, of any kind.
 //!
 //! The residual stream of a model is a sum of as many terms as the model has layers, and each layer adds one. A multiset is
 //! therefore a binary trie over the bits of its terms, whose subtries are shared: adding one term to a multiset of `n` makes
@@ -7,7 +7,8 @@
 
 use crate::hash::HashMap;
 
-use super::Term;
+/// A place in the table of whoever has the multiset.
+type Term = u32;
 
 /// A multiset that is not empty: a place in [`Bags::nodes`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -27,6 +28,9 @@ pub(crate) struct Bags {
     nodes: Vec<Node>,
     table: HashMap<Node, Bag>,
 }
+
+/// The most terms of a multiset that are looked at one by one.
+const MAX_LISTED: usize = 512;
 
 /// The most nodes that one union visits. A union of two large multisets that have no subtrie in common is not made: a
 /// program of 2²⁰ such additions would take the memory of the machine.
@@ -87,6 +91,20 @@ impl Bags {
         let bit = 1 << (p ^ q).ilog2();
         let (low, high) = if p & bit == 0 { (a, b) } else { (b, a) };
         self.intern(Node::Two { prefix: p & above(bit), bit, low, high })
+    }
+
+    /// The terms of a multiset and one more, each as often as it occurs, in ascending order. `None` if they are more than 512.
+    pub(crate) fn listed(&self, bag: Bag, more: Option<Term>) -> Option<Vec<Term>> {
+        let mut terms = Vec::new();
+        for (term, count) in self.iter(bag) {
+            if terms.len() + count as usize > MAX_LISTED {
+                return None;
+            }
+            terms.extend(std::iter::repeat_n(term, count as usize));
+        }
+        terms.extend(more);
+        terms.sort_unstable();
+        Some(terms)
     }
 
     /// The terms with their counts, by ascending term.
