@@ -97,8 +97,9 @@ fn ask_where(
     output: &Output,
 ) -> Result<bool, FabricError> {
     let len = input.count * input.dtype.size();
-    ArenaOffsets::of(rounds, [(input.data, len), (output.data.cast_const(), len)]).put(rounds);
-    rounds.exchange(signature, Written::all(size_of::<ArenaOffsets<2>>()))?;
+    let offsets = ArenaOffsets::of(rounds, [(input.data, len), (output.data.cast_const(), len)]);
+    let written = offsets.put(rounds);
+    rounds.exchange(signature, written)?;
     // SAFETY: every rank has posted its offsets in this round.
     let is_symmetric = |rank| unsafe { ArenaOffsets::<2>::of_rank(rounds, rank) }.all_symmetric();
     Ok((0..rounds.world_size()).all(is_symmetric))

@@ -228,11 +228,10 @@ impl Builder {
         };
         let group =
             places(self.parent.as_deref(), &meeting.cards).inspect_err(|_| regions.control(rank).depart())?;
-        let links =
-            links.map(|(engine, key)| {
-                let progress = Progress::new(engine, self.link_timeout.unwrap_or(Progress::LINK_TIMEOUT))?;
-                connect(Arc::new(progress), key, rank, &meeting.nodes, &meeting.cards, &regions)
-            });
+        let links = links.map(|(engine, key)| {
+            let progress = Progress::new(engine, self.link_timeout.unwrap_or(Progress::LINK_TIMEOUT))?;
+            connect(Arc::new(progress), key, rank, &meeting.nodes, &meeting.cards, &regions)
+        });
         let links = links.transpose().inspect_err(|_| regions.control(rank).depart())?;
         let health = match (&self.parent, group) {
             // The handles that came along are not kept: the parent has them.

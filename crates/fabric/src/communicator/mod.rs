@@ -192,6 +192,14 @@ impl Communicator {
         self.endpoint.nodes()
     }
 
+    /// Fails unless all ranks share one memory, which `what` needs.
+    ///
+    /// # Errors
+    /// [`FabricError::InvalidArgument`] that names the ranks of other nodes.
+    pub fn check_one_node(&self, what: &str) -> Result<(), FabricError> {
+        self.endpoint.check_one_node(what)
+    }
+
     /// The nodes of the ranks, if there are several.
     #[inline]
     pub fn several_nodes(&self) -> Option<&Nodes> {

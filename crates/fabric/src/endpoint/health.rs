@@ -24,8 +24,8 @@ use super::Endpoint;
 use super::witness::Witness;
 use crate::{
     FabricError, Members, Signature,
-    error::Loss,
     engine::{Lost, Progress},
+    error::Loss,
     layout::{LANES, Regions},
     links::Word,
 };
@@ -405,7 +405,9 @@ impl Health {
         match self.reason(regions, by) {
             None => how.map(|how| self.lost(by, operation, how)),
             // Our own deadline will name all ranks that this rank misses.
-            Some(Fault::TimedOut(rank)) if rank != self.members.world_rank(self.rank) && how.is_none() => None,
+            Some(Fault::TimedOut(rank)) if rank != self.members.world_rank(self.rank) && how.is_none() => {
+                None
+            }
             Some(fault) => Some(self.explain(operation, by, fault)),
         }
     }
