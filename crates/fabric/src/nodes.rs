@@ -124,7 +124,8 @@ impl Nodes {
             return Ok(());
         }
         Err(FabricError::invalid(format!(
-            "{what} needs memory that all ranks share, and ranks {:?} of {} are on other nodes than rank {rank}",
+            "{what} needs memory that all ranks share, and ranks {:?} of {} are on other nodes than rank {rank}: the group of a \
+             node's ranks (node_group) has it",
             self.elsewhere(rank),
             self.world_size()
         )))

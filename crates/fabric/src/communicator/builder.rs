@@ -13,7 +13,6 @@ use crate::{
     links::Links,
     rendezvous::{
         self, Address, Card, Environment, Exchange, PATIENCE, Place, RendezvousError, Secret, Ticket,
-        exchange_ticket,
     },
 };
 
@@ -162,18 +161,28 @@ impl Builder {
         self.with_ticket(rank, world_size, &ticket)
     }
 
-    /// Meets through a channel that the caller already has.
+    /// Meets through a channel that the caller already has. Ranks on different machines, or whose nodes have different
+    /// [names](Self::node), are on several nodes.
     ///
     /// # Errors
-    /// [`FabricError::Rendezvous`].
+    /// [`FabricError::Rendezvous`], [`FabricError::Engine`].
     pub fn by_exchange(
-        self,
+        mut self,
         rank: usize,
         world_size: usize,
         exchange: &mut dyn Exchange,
     ) -> Result<Communicator, FabricError> {
-        let ticket = exchange_ticket(exchange, rank)?;
-        self.with_ticket(rank, world_size, &ticket)
+        let machine = rendezvous::machine();
+        let parents = self.parent.as_ref().map(|parent| (parent.nodes(), parent.rank));
+        self.node = match &parents {
+            // A group is on the nodes of its world.
+            Some((nodes, rank)) => Some(nodes.name(nodes.of(*rank)).to_owned()),
+            None => self.node.or_else(rendezvous::node_by_environment),
+        };
+        let node = self.node.clone().unwrap_or_else(|| machine.clone());
+        let (ticket, is_spread) = rendezvous::exchange_ticket(exchange, rank, [node, machine])?;
+        let is_spread = is_spread && parents.is_none_or(|(nodes, _)| nodes.count() > 1);
+        self.join(rank, world_size, &ticket, is_spread.then_some(exchange))
     }
 
     /// Meets where the ticket says.
@@ -187,6 +196,20 @@ impl Builder {
         world_size: usize,
         ticket: &Ticket,
     ) -> Result<Communicator, FabricError> {
+        if let Some(parent) = &self.parent {
+            parent.check_carried("a group that meets by itself, and not by an exchange,")?;
+        }
+        self.join(rank, world_size, ticket, None)
+    }
+
+    /// Meets where the ticket says, or, where ranks are on several nodes of which the exchange tells, by the exchange.
+    fn join(
+        self,
+        rank: usize,
+        world_size: usize,
+        ticket: &Ticket,
+        mut exchange: Option<&mut dyn Exchange>,
+    ) -> Result<Communicator, FabricError> {
         let timeout = self.timeout.unwrap_or(Self::DEFAULT_TIMEOUT);
         let arena_bytes = self.arena_bytes.unwrap_or(Self::DEFAULT_ARENA_BYTES);
         let layout = Layout::new(world_size, arena_bytes).ok_or_else(|| {
@@ -194,12 +217,12 @@ impl Builder {
                 "{world_size} ranks with {arena_bytes} bytes each exceed the address space"
             ))
         })?;
-        let spread = self.engine.is_some() || matches!(ticket.address, Address::Tcp { .. });
-        if let Some(parent) = &self.parent {
-            parent.check_carried("a group that meets by itself")?;
-        }
+        let is_spread =
+            self.engine.is_some() || exchange.is_some() || matches!(ticket.address, Address::Tcp { .. });
+        let parents = self.parent.as_ref().and_then(|parent| parent.links.as_ref());
+        let given = self.engine.clone().or_else(|| parents.map(|links| links.progress().engine().clone()));
         let open = || engine::open(rank, world_size).map_err(|error| error.to_string());
-        let engine = spread.then(|| self.engine.clone().map_or_else(open, Ok));
+        let engine = is_spread.then(|| given.map_or_else(open, Ok));
         let address = |engine: &Result<Arc<dyn Engine>, String>| match engine {
             Ok(engine) => Ok(engine.address().to_vec()),
             Err(problem) => Err(problem.clone()),
@@ -216,8 +239,12 @@ impl Builder {
         };
         let interrupted = || self.interrupt.as_ref().is_some_and(|interrupted| interrupted());
         let watch = || if interrupted() { Err(RendezvousError::Interrupted) } else { Ok(()) };
-        let meet = if spread { rendezvous::meet_on_nodes } else { rendezvous::meet };
-        let meeting = meet(ticket, card, layout.total(), timeout, &watch)?;
+        let bytes = layout.total();
+        let meeting = match &mut exchange {
+            Some(exchange) => rendezvous::meet_by_exchange(*exchange, ticket, card, bytes, timeout, &watch),
+            None if is_spread => rendezvous::meet_on_nodes(ticket, card, bytes, timeout, &watch),
+            None => rendezvous::meet(ticket, card, bytes, timeout, &watch),
+        }?;
         let links = match (engine, meeting.key) {
             (Some(Ok(engine)), Some(key)) => Some((engine, key)),
             _ => None,
@@ -228,11 +255,20 @@ impl Builder {
         };
         let group =
             places(self.parent.as_deref(), &meeting.cards).inspect_err(|_| regions.control(rank).depart())?;
-        let links = links.map(|(engine, key)| {
-            let progress = Progress::new(engine, self.link_timeout.unwrap_or(Progress::LINK_TIMEOUT))?;
-            connect(Arc::new(progress), key, rank, &meeting.nodes, &meeting.cards, &regions)
+        let links = links.map(|(engine, key)| match (parents, &group) {
+            (Some(parents), Some(group)) => {
+                Ok(parents.of_group(key.number(), rank, group, meeting.nodes.clone(), regions.clone()))
+            }
+            _ => {
+                let progress = Progress::new(engine, self.link_timeout.unwrap_or(Progress::LINK_TIMEOUT))?;
+                connect(Arc::new(progress), key, rank, &meeting.nodes, &meeting.cards, &regions)
+            }
         });
         let links = links.transpose().inspect_err(|_| regions.control(rank).depart())?;
+        if let (Some(exchange), Some(_), Some(_)) = (exchange, &links, &group) {
+            // Before a rank sends, all have registered the group.
+            rendezvous::exchange_nothing(exchange).inspect_err(|_| regions.control(rank).depart())?;
+        }
         let health = match (&self.parent, group) {
             // The handles that came along are not kept: the parent has them.
             (Some(parent), Some(group)) => Health::of_group(rank, parent, &group),

@@ -52,6 +52,26 @@ impl Communicator {
         ))))
     }
 
+    /// The ranks of this rank's node, in the order in which they are here; every rank calls it. What needs one memory works there.
+    ///
+    /// # Errors
+    /// As [`split`](Self::split).
+    pub fn node_group(&self) -> Result<Self, FabricError> {
+        let nodes = self.nodes();
+        let group = self.split(Some(nodes.of(self.rank()) as u64), 0)?;
+        Ok(group.expect("every rank is on a node"))
+    }
+
+    /// The ranks that have this rank's place on their nodes, one of each node that has so many; every rank calls it.
+    ///
+    /// # Errors
+    /// As [`split`](Self::split).
+    pub fn rail_group(&self) -> Result<Self, FabricError> {
+        let nodes = self.nodes();
+        let group = self.split(Some(nodes.rank_in_node(self.rank()) as u64), 0)?;
+        Ok(group.expect("every rank has a place on its node"))
+    }
+
     /// Memory that the ranks of each group share on each node, made by the first of them there, and the group's links between nodes; a rank whose
     /// `group` is empty gets none.
     fn share_in_group(

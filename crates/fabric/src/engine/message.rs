@@ -37,6 +37,12 @@ impl Key {
         Self(bytes)
     }
 
+    /// A number that differs between keys.
+    pub(crate) fn number(self) -> u64 {
+        let (first, _) = self.0.split_first_chunk().expect("a key is longer");
+        u64::from_le_bytes(*first)
+    }
+
     /// Its bytes, to be told to the ranks of the world and to nobody else.
     pub fn to_bytes(self) -> [u8; Self::LEN] {
         self.0

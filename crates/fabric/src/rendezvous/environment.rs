@@ -187,6 +187,11 @@ fn ticket_over_tcp(lookup: Lookup<'_>) -> Result<Ticket, RendezvousError> {
     Ok(Ticket { address: Address::Tcp { host, port }, secret: Secret::new(secret) })
 }
 
+/// `ANTIPHON_NODE`.
+pub(crate) fn node_by_environment() -> Option<String> {
+    given(&|name| std::env::var(name).ok(), "ANTIPHON_NODE")
+}
+
 /// What a variable says, unless it is empty.
 fn given(lookup: Lookup<'_>, name: &'static str) -> Option<String> {
     lookup(name).filter(|text| !text.is_empty())

@@ -11,8 +11,8 @@
 //! | [`Exchange`]: a caller's own channel (MPI, a torch process group, a key-value store) | random, made by rank 0 and passed to the others by the caller |
 //! | threads of one process ([`LocalWorld`](crate::LocalWorld)) | random |
 //!
-//! Ranks that may be on several nodes meet twice: all of them, over TCP, to tell each other where they are ([`Place`]), and then those of
-//! each node, over a Unix socket, to share memory.
+//! Ranks that may be on several nodes meet twice: all of them, over TCP or by the caller's exchange, to tell each other where they are
+//! ([`Place`]), and then those of each node, over a Unix socket, to share memory.
 //!
 //! Other peers may connect: processes without the secret, port scanners, clients that send nothing, even thousands of them.
 //! Rank 0 closes their connections, and they do not keep any rank from joining. It reads only from processes of the same user.
@@ -42,10 +42,11 @@ use crate::nodes::Nodes;
 
 pub use address::Address;
 pub use environment::Environment;
+pub(crate) use environment::node_by_environment;
 pub use exchange::Exchange;
-pub(crate) use exchange::exchange_ticket;
+pub(crate) use exchange::{exchange_nothing, exchange_ticket};
 pub use frame::{Card, Place};
-pub(crate) use places::{Meeting, meet_on_nodes};
+pub(crate) use places::{Meeting, machine, meet_by_exchange, meet_on_nodes};
 pub use secret::Secret;
 pub(crate) use secret::{random_hex, random_word};
 pub use strangers::TurnedAway;

@@ -13,7 +13,10 @@ use antiphon_device::host::{
     process::{ProcessWatch, network_namespace},
 };
 
-use super::{Address, Card, Met, Place, RendezvousError, Secret, Ticket, Watch, meet_at, secret::hex};
+use super::{
+    Address, Card, Exchange, Met, Place, RendezvousError, Secret, Ticket, Watch, exchange::exchange_cards,
+    meet_at, secret::hex,
+};
 use crate::{engine::Key, nodes::Nodes};
 
 /// What the rendezvous gives a rank.
@@ -40,8 +43,32 @@ pub(crate) fn meet_on_nodes(
 ) -> Result<Meeting, RendezvousError> {
     let start = Instant::now();
     let Met { cards, .. } = meet_at(ticket, card.clone(), None, timeout, watch)?;
+    share_on_nodes(&ticket.secret, cards, card, bytes, timeout.saturating_sub(start.elapsed()), watch)
+}
+
+/// As [`meet_on_nodes`], where a caller's exchange carries the cards.
+pub(crate) fn meet_by_exchange(
+    exchange: &mut dyn Exchange,
+    ticket: &Ticket,
+    card: Card,
+    bytes: usize,
+    timeout: Duration,
+    watch: Watch<'_>,
+) -> Result<Meeting, RendezvousError> {
+    let cards = exchange_cards(exchange, &card)?;
+    share_on_nodes(&ticket.secret, cards, card, bytes, timeout, watch)
+}
+
+/// Meets the ranks of the same node, to share memory with them.
+fn share_on_nodes(
+    secret: &Secret,
+    cards: Vec<Card>,
+    card: Card,
+    bytes: usize,
+    timeout: Duration,
+    watch: Watch<'_>,
+) -> Result<Meeting, RendezvousError> {
     let nodes = nodes(&cards)?;
-    let secret = &ticket.secret;
     let key = secret.derive("engine", &cards, 0)[..Key::LEN].try_into().map(Key::from_bytes);
     let node = nodes.of(card.rank);
     let mates = nodes.ranks(node);
@@ -49,10 +76,10 @@ pub(crate) fn meet_on_nodes(
         address: Address::Abstract(format!("antiphon-{}", &hex(&secret.derive("name", &cards, node))[..32])),
         secret: Secret::new(secret.derive("node", &cards, node)),
     };
-    let of_node = Card { rank: nodes.rank_in_node(card.rank), world_size: mates.len(), ..card.clone() };
-    let left = timeout.saturating_sub(start.elapsed());
-    let met = meet_at(&local, of_node, Some(bytes), left, watch);
-    let met = met.map_err(|error| of_world(error, card.rank, &nodes))?;
+    let rank = card.rank;
+    let of_node = Card { rank: nodes.rank_in_node(rank), world_size: mates.len(), ..card };
+    let met = meet_at(&local, of_node, Some(bytes), timeout, watch);
+    let met = met.map_err(|error| of_world(error, rank, &nodes))?;
     let mut processes = vec![None; cards.len()];
     for (&rank, process) in mates.iter().zip(met.processes) {
         processes[rank] = process;
@@ -65,10 +92,15 @@ pub(crate) fn meet_on_nodes(
 impl Place {
     /// Where this process is, on the node of this name, or on that of its machine's name.
     pub(crate) fn here(node: Option<&str>, engine: Result<Vec<u8>, String>) -> Self {
-        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-        let machine = format!("{}, network namespace {}", boot.trim(), network_namespace());
+        let machine = machine();
         Self { node: node.map_or_else(|| machine.clone(), str::to_owned), machine, engine }
     }
+}
+
+/// What names this machine, and the network namespace there in which this process is.
+pub(crate) fn machine() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    format!("{}, network namespace {}", boot.trim(), network_namespace())
 }
 
 /// The nodes that the cards state.
