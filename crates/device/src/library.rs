@@ -113,7 +113,7 @@ impl Library {
         let Err(LibraryError::Missing { mut searched, library, install }) = found else { return found };
 
         if !wanted.packages.is_empty() {
-            let folders = site_packages(&maps, &variable)
+            let folders = site_packages(&maps, variable)
                 .into_iter()
                 .flat_map(|site| wanted.packages.iter().map(move |package| site.join(package)))
                 .chain(installations(wanted, &variable));

@@ -59,10 +59,13 @@ fn exchange_rounds(comm: &Communicator, rounds: u64) -> Result<(), FabricError> 
 fn every_rank_reads_what_every_rank_has_posted() {
     for nodes in LAYOUTS {
         let results = run(nodes, |comm| {
-            let names: Vec<&str> = (0..comm.world_size()).map(|rank| nodes[rank]).collect();
-            for rank in 0..comm.world_size() {
-                assert_eq!(comm.nodes().name(comm.nodes().of(rank)), names[rank]);
-            }
+            let names: Vec<String> = comm
+                .nodes()
+                .of_ranks()
+                .iter()
+                .map(|&node| comm.nodes().name(node as usize).to_owned())
+                .collect();
+            assert_eq!(names, *nodes);
             comm.barrier()?;
             let objects = comm.exchange_objects(&format!("rank {}", comm.rank()))?;
             let expected: Vec<_> = (0..nodes.len()).map(|rank| format!("rank {rank}")).collect();

@@ -294,6 +294,9 @@ impl Builder {
         // by the first real call.
         let signature = Signature::new(Operation::Barrier);
         comm.own_rounds()?.exchange_within(timeout.min(PATIENCE), &signature)?;
+        if let Some(links) = &comm.endpoint().links {
+            links.progress().watch_all();
+        }
         Ok(comm)
     }
 }

@@ -40,6 +40,8 @@ pub(super) struct Shared {
     /// Where the thread naps.
     bell: Doorbell,
     ended: AtomicU32,
+    /// Not 0 once all connected peers are watched.
+    watches_all: AtomicU32,
     /// By peer: not 0 if it has missed its signs of life.
     unreachable: Vec<AtomicU32>,
 }
@@ -49,7 +51,7 @@ impl Progress {
     pub const LINK_TIMEOUT: Duration = Duration::from_secs(10);
 
     /// Starts the thread for this engine. A peer is [unreachable](Lost::Unreachable) that gives no sign of life for `link_timeout`, after its
-    /// first sign.
+    /// first sign or after [`watch_all`](Self::watch_all).
     ///
     /// # Errors
     /// [`EngineError::System`].
@@ -82,6 +84,11 @@ impl Progress {
         self.shared.hand_over();
     }
 
+    /// Watches all connected peers from now on, also those that have given no sign yet: the caller has heard of them otherwise.
+    pub fn watch_all(&self) {
+        self.shared.watches_all.store(1, Ordering::Relaxed);
+    }
+
     /// Whether a peer has given a sign of life: from then on it is watched.
     pub fn has_heard_of(&self, peer: usize) -> bool {
         self.shared.engine.inbox().signs_of_life(peer) > 0
@@ -111,6 +118,7 @@ impl Shared {
             handed_over: AtomicU32::default(),
             bell: Doorbell::default(),
             ended: AtomicU32::default(),
+            watches_all: AtomicU32::default(),
             unreachable: (0..engine.inbox().peers()).map(|_| AtomicU32::default()).collect(),
             engine,
         }
@@ -218,9 +226,10 @@ impl Life {
                 continue;
             }
             let signs = engine.inbox().signs_of_life(peer);
-            *missed = if signs == *seen { *missed + 1 } else { 0 };
+            let is_watched = signs > 0 || shared.watches_all.load(Ordering::Relaxed) != 0;
+            *missed = if is_watched && signs == *seen { *missed + 1 } else { 0 };
             *seen = signs;
-            if signs > 0 && *missed > SIGNS {
+            if *missed > SIGNS {
                 shared.unreachable[peer].store(1, Ordering::Release);
             }
         }

@@ -191,20 +191,14 @@ pub enum RendezvousError {
     },
     /// Ranks of one node do not share a machine.
     #[error(
-        "node {node:?} is on two machines: ranks {here:?} are on {machine}, ranks {there:?} on {other} (ANTIPHON_NODE must differ \
-         between machines)"
+        "node {node:?} is on two machines: ranks {:?} are on {}, ranks {:?} on {} (ANTIPHON_NODE must differ between machines)",
+        .machines[0].1, .machines[0].0, .machines[1].1, .machines[1].0
     )]
     NodeOnTwoMachines {
         /// The name of the node.
         node: String,
-        /// A machine.
-        machine: String,
-        /// The node's ranks there.
-        here: Vec<usize>,
-        /// Another one.
-        other: String,
-        /// The node's ranks there.
-        there: Vec<usize>,
+        /// Two of its machines, with the node's ranks there.
+        machines: Box<[(String, Vec<usize>); 2]>,
     },
     /// A rank cannot be reached from other nodes.
     #[error("rank {rank} cannot be reached from other nodes: {problem}")]

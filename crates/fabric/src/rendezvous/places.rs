@@ -117,14 +117,9 @@ fn nodes(cards: &[Card]) -> Result<Nodes, RendezvousError> {
         let (here, there): (Vec<usize>, Vec<usize>) =
             nodes.ranks(node).iter().partition(|&&rank| places[rank].machine == *machine);
         if let Some(&other) = there.first() {
-            let (machine, other) = (machine.clone(), places[other].machine.clone());
-            return Err(RendezvousError::NodeOnTwoMachines {
-                node: nodes.name(node).to_owned(),
-                machine,
-                here,
-                other,
-                there,
-            });
+            let machines = [(machine.clone(), here), (places[other].machine.clone(), there)];
+            let (node, machines) = (nodes.name(node).to_owned(), Box::new(machines));
+            return Err(RendezvousError::NodeOnTwoMachines { node, machines });
         }
     }
     let without =

@@ -106,8 +106,8 @@ pub fn messages_of_four_peers_arrive_once(engines: Engines) {
     let Some(world) = World::new(engines, PEERS, LEN) else { return };
     let flights: Vec<_> = (0..PEERS).map(|_| Arc::new(Flight::new())).collect();
     std::thread::scope(|scope| {
-        for rank in 0..PEERS {
-            let (engine, flight, payload) = (&*world.engines[rank], &flights[rank], &payload);
+        for (rank, (engine, flight)) in world.engines.iter().zip(&flights).enumerate() {
+            let (engine, payload) = (&**engine, &payload);
             scope.spawn(move || {
                 for i in 0..EACH {
                     for peer in (0..PEERS).filter(|&peer| peer != rank) {

@@ -121,3 +121,21 @@ fn a_peer_behind_a_cut_is_unreachable_on_both_sides_and_no_other() {
     assert_eq!((ranks[0].lost(1), ranks[1].lost(0)), (Some(Lost::Unreachable), Some(Lost::Unreachable)));
     assert_eq!((ranks[2].lost(0), ranks[2].lost(1), ranks[0].lost(2)), (None, None, None));
 }
+
+#[test]
+fn a_peer_without_any_sign_is_unreachable_once_it_is_watched() {
+    let (_network, ends) = connected(2);
+    let limit = Duration::from_millis(200);
+    let [first, _silent] = <[_; 2]>::try_from(ends).unwrap_or_else(|_| unreachable!("there are two"));
+    let progress = Progress::new(first.into(), limit).unwrap();
+    std::thread::sleep(limit * 2);
+    assert_eq!(progress.lost(1), None);
+    progress.watch_all();
+    let start = Instant::now();
+    while progress.lost(1).is_none() {
+        assert!(start.elapsed() < Duration::from_secs(20));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert!(start.elapsed() >= limit, "{:?} is sooner than the timeout", start.elapsed());
+    assert_eq!(progress.lost(1), Some(Lost::Unreachable));
+}

@@ -210,7 +210,7 @@ fn blocks_may_be_uneven_and_empty<B: Backend>(dtype: DType, world: usize) {
             ];
             for (seed, counts) in lists.iter().enumerate() {
                 for op in FUSED {
-                    let case = Case::any_bits(op, tp, counts, &*comm, dtype, seed as u64);
+                    let case = Case::any_bits(op, tp, counts, &comm, dtype, seed as u64);
                     for mode in MODES {
                         let call = MixedCall::from(op).mode(mode).counts(&**counts);
                         check::<B>(&comm, &mixed, call, &case, Alignment::Aligned);
@@ -233,7 +233,7 @@ fn gathers_and_scatters_may_be_uneven<B: Backend>(dtype: DType, world: usize) {
             ] {
                 let inputs = (0..world)
                     .map(|rank| Values::moderate(dtype, rank as u64, input_len(fused, 1, counts, rank)));
-                let case = Case::new(fused, 1, counts, &*comm, inputs.collect());
+                let case = Case::new(fused, 1, counts, &comm, inputs.collect());
                 let call = MixedCall::from(op).counts(&**counts);
                 check::<B>(&comm, &mixed, call, &case, Alignment::Aligned);
             }
@@ -293,7 +293,7 @@ fn a_tensor_may_be_the_block_in_the_other<B: Backend>(dtype: DType, world: usize
         for &mode in mixed.valid_modes() {
             for op in FUSED {
                 let dtype = if mode == MixedMode::Composed { DType::I32 } else { dtype }; // no rounding
-                let case = Case::any_bits(op, tp, &counts, &*comm, dtype, 1);
+                let case = Case::any_bits(op, tp, &counts, &comm, dtype, 1);
                 let mine = &case.inputs[comm.rank()];
                 let row = match op {
                     MixedOp::AllReduceAllGather => {
