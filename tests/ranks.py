@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import antiphon
@@ -48,11 +48,17 @@ def outcomes(world_size: int, body: Callable[..., Any], *arguments: Any, timeout
 
 
 def processes(
-    world_size: int, body: Callable[..., Any], *arguments: Any, timeout: float = 60.0, dying: Container[int] = ()
+    world_size: int,
+    body: Callable[..., Any],
+    *arguments: Any,
+    timeout: float = 60.0,
+    dying: Container[int] = (),
+    nodes: Sequence[str] | None = None,
 ) -> list[Any]:
     """What ``body(*arguments)`` returns on each rank; ranks are fresh processes with torchrun's environment.
 
     ``body`` must be a function of a module, ``arguments`` and results must pickle. Ranks that are ``dying`` return nothing.
+    ``nodes`` has the name of each rank's node.
     """
     context = multiprocessing.get_context("spawn")
     name = f"{os.getpid()}-{next(_worlds)}"
@@ -70,6 +76,10 @@ def processes(
             "ANTIPHON_TIMEOUT": timeout,
             "OMP_NUM_THREADS": 1,
         }
+        if nodes is not None:
+            port = _free_port() if rank == 0 else port
+            place |= {"ANTIPHON_NODE": nodes[rank], "ANTIPHON_PORT": port, "ANTIPHON_SECRET": name}
+            place |= {"LOCAL_WORLD_SIZE": nodes.count(nodes[rank])}
         process = context.Process(target=_rank_main, args=(place, sender, body, arguments), daemon=True)
         process.start()
         sender.close()

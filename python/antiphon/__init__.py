@@ -1,4 +1,4 @@
-"""Collectives between the processes of one machine, on NumPy arrays, torch tensors and any object with DLPack.
+"""Collectives between processes of one machine, or of several, on NumPy arrays, torch tensors and any object with DLPack.
 
     import antiphon, numpy as np
 
@@ -105,7 +105,7 @@ def init(
     * ``path``: the path of a Unix socket, which exists until all ranks have joined. Needs ``rank`` and ``world_size``. A rank
       must know ``secret`` to join. By default it is the path itself: then any process of this user that can open the socket
       may join.
-    * ``group``: an existing ``torch.distributed`` process group, of any backend. It is used once, to
+    * ``group``: an existing ``torch.distributed`` process group, of any backend. It is used while the ranks meet, to
       exchange a few bytes.
     * ``exchange``: any other channel, as a function that takes this rank's bytes and returns the bytes of all ranks
       in order (for example ``MPI.COMM_WORLD.allgather``). Needs ``rank`` and ``world_size``.

@@ -196,6 +196,21 @@ class Communicator:
         """The number of ranks."""
 
     @property
+    def nodes(self) -> list[list[int]]:
+        """The ranks of each node. The ranks of a node share a memory: those of one machine, usually."""
+
+    @property
+    def node(self) -> int:
+        """Which of the :attr:`nodes` this rank is on."""
+
+    @property
+    def node_rank(self) -> int:
+        """The place of this rank among the ranks of its node, from 0."""
+
+    def is_local(self, rank: int) -> bool:
+        """Whether a rank is on this rank's node."""
+
+    @property
     def timeout(self) -> float:
         """The number of seconds that a call of this rank waits for a peer before it fails. Any thread may set it, also for waits
         under way; graphs that were captured before keep their timeout."""
@@ -221,6 +236,12 @@ class Communicator:
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """A communicator of the ranks that pass the same ``color``, ordered by ``key`` and then by rank; ``None``
         on a rank that passes the color ``None``."""
+
+    def node_group(self) -> Communicator:
+        """A communicator of the ranks of this rank's node, in the same order; all ranks call it."""
+
+    def rail_group(self) -> Communicator:
+        """A communicator of the ranks that have this rank's :attr:`node_rank` on their nodes; all ranks call it."""
 
     def shrink(self) -> Communicator:
         """A communicator of the surviving ranks after a loss or :meth:`abort`, without a new rendezvous. It is a world of its own,

@@ -10,7 +10,7 @@ fn doctor(args: &[&str]) -> (String, Option<i32>) {
 #[test]
 fn the_table_has_every_section_and_no_colours_in_a_pipe() {
     let (text, code) = doctor(&[]);
-    for heading in ["System\n", "\nProcessor\n", "\nMemory\n", "\nGPU\n"] {
+    for heading in ["System\n", "\nProcessor\n", "\nMemory\n", "\nGPU\n", "\nOther machines\n"] {
         assert!(text.contains(heading), "{text}");
     }
     assert!(!text.contains('\x1b'));
@@ -39,6 +39,7 @@ fn the_json_holds_every_check() {
         "driver",
         "NVRTC",
         "NCCL",
+        "UCX",
     ] {
         assert!(["ok", "warning", "missing"].contains(&status(name).as_str().unwrap()));
     }

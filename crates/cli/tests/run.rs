@@ -349,3 +349,70 @@ fn a_script_of_python_is_run_by_python() {
     let output = command.stdin(Stdio::null()).env_remove("ANTIPHON_PYTHON").output().unwrap();
     assert_eq!(sorted(&output.stdout), ["[0] 0 --lr 1", "[1] 1 --lr 1"], "{output:?}");
 }
+
+/// The options of one of two machines with two ranks each.
+fn on_machine(rank: &str) -> Vec<&str> {
+    let shared =
+        ["-n", "2", "--nnodes", "2", "--master-addr", "::1", "--master-port", "29500", "--node-rank"];
+    [&shared[..], &[rank]].concat()
+}
+
+#[test]
+fn machines_share_a_world() {
+    let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $ROLE_RANK/$ROLE_WORLD_SIZE \
+                  $GROUP_RANK/$GROUP_WORLD_SIZE $MASTER_ADDR $MASTER_PORT $ANTIPHON_SECRET";
+    for (machine, expected) in [
+        ("0", ["[0] 0/4 0/2 0/4 0/2 ::1 29500 word", "[1] 1/4 1/2 1/4 0/2 ::1 29500 word"]),
+        ("1", ["[2] 2/4 0/2 2/4 1/2 ::1 29500 word", "[3] 3/4 1/2 3/4 1/2 ::1 29500 word"]),
+    ] {
+        let output = run(&on_machine(machine), script).env("ANTIPHON_SECRET", "word").output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!(sorted(&output.stdout), expected);
+    }
+    let output = run(&on_machine("1"), "exit $RANK").env("ANTIPHON_SECRET", "word").output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    let failed = if output.status.code() == Some(2) { 2 } else { 3 };
+    assert_eq!(output.status.code(), Some(failed), "{said}");
+    assert!(
+        said.contains(&format!("rank {failed} failed first")) && said.contains("  rank 2: pid"),
+        "{said}"
+    );
+}
+
+#[test]
+fn the_secret_of_machines_may_stand_in_a_file() {
+    let folder = std::env::temp_dir().join(format!("antiphon-secret-{}", std::process::id()));
+    fs::create_dir(&folder).unwrap();
+    let (file, empty) = (folder.join("secret"), folder.join("empty"));
+    fs::write(&file, "of the file\n").unwrap();
+    fs::write(&empty, "\n").unwrap();
+    let with = |file: &std::path::Path| {
+        let options = [on_machine("0"), vec!["--secret-file", file.to_str().unwrap()]].concat();
+        run(&options, "echo $ANTIPHON_SECRET").env("ANTIPHON_SECRET", "of the variable").output().unwrap()
+    };
+    let found = with(&file);
+    let refused = [with(&empty), with(&folder.join("none"))];
+    fs::remove_dir_all(&folder).unwrap();
+    assert_eq!(sorted(&found.stdout), ["[0] of the file", "[1] of the file"]);
+    for output in refused {
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
+        assert!(String::from_utf8_lossy(&output.stderr).contains(folder.to_str().unwrap()), "{output:?}");
+    }
+}
+
+#[test]
+fn what_several_machines_lack_is_named() {
+    let two = ["-n", "1", "--nnodes", "2"];
+    let cases: [(&[&str], &str); 4] = [
+        (&["--node-rank", "2"], "--node-rank 2 is not below --nnodes 2"),
+        (&["--master-port", "29500"], "--master-addr"),
+        (&["--master-addr", "host"], "--master-port"),
+        (&["--master-addr", "host", "--master-port", "29500"], "--secret-file, or set ANTIPHON_SECRET"),
+    ];
+    for (options, said) in cases {
+        let output =
+            run(&[&two[..], options].concat(), "true").env_remove("ANTIPHON_SECRET").output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
+        assert!(String::from_utf8_lossy(&output.stderr).contains(said), "{output:?}");
+    }
+}

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use antiphon_fabric::{FabricError, Rounds, Signature};
+use antiphon_fabric::{FabricError, Rounds, Signature, Written};
 
 /// Copies bytes between a user's tensor and a mailbox.
 ///
@@ -17,7 +17,7 @@ pub(crate) unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
 /// Exchanges `len` bytes in rounds of at most `chunk` bytes.
 ///
 /// Every rank posts the same number of rounds: at least one, so that ranks always meet and compare signatures. For each
-/// chunk, `fill` writes this rank's contribution to the outbox, and `drain` reads the inboxes of all ranks. A contribution
+/// chunk, `fill` writes this rank's contribution to the outbox and says where, and `drain` reads the inboxes of all ranks. A contribution
 /// is `width` times as long as the chunk: a collective that sends different data to each rank passes the world size.
 ///
 /// A mailbox is reused two rounds later. So some ranks may fill the next chunk while others still drain this one.
@@ -28,7 +28,7 @@ pub(crate) fn exchange_chunks(
     len: usize,
     chunk: usize,
     width: usize,
-    mut fill: impl FnMut(Range<usize>, *mut u8),
+    mut fill: impl FnMut(Range<usize>, *mut u8) -> Written,
     mut drain: impl FnMut(Range<usize>, &mut [*const u8]),
 ) -> Result<(), FabricError> {
     debug_assert!(chunk > 0 && chunk * width <= Rounds::CAPACITY);
@@ -36,8 +36,8 @@ pub(crate) fn exchange_chunks(
     loop {
         let part = start..len.min(start + chunk);
         let payload = part.len() * width;
-        fill(part.clone(), rounds.outbox(payload));
-        rounds.exchange(signature)?;
+        let written = fill(part.clone(), rounds.outbox(payload));
+        rounds.exchange(signature, written)?;
         drain(part.clone(), rounds.inboxes(payload));
         start = part.end;
         if start >= len {

@@ -11,6 +11,7 @@
 //! | [`host::cpu`] | the cores that this process may use, and their widest vector instructions |
 //! | [`host::reduce`] | the element-wise reduction of any number of sources, vectorised, in one fixed order |
 //! | [`cuda`] | the GPUs: the driver opened at run time, memory for peers, kernels compiled at run time, launches |
+//! | [`library`] | libraries that are opened at run time, and where they are looked for |
 //! | [`sync`] | the atomics of all crates, which are loom's under `cfg(loom)`; the lock of all crates, which tests count |
 //!
 //! ## The rule of the arithmetic
@@ -34,6 +35,8 @@
 pub mod cuda;
 pub mod error;
 pub mod host;
+#[cfg(not(loom))]
+pub mod library;
 pub mod sync;
 
 pub use antiphon_operation::{ReduceOp, UnknownReduceOp};

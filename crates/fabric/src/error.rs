@@ -6,7 +6,7 @@ use antiphon_device::DeviceError;
 #[cfg(not(loom))]
 use antiphon_device::cuda::CudaError;
 
-use crate::{Members, Signature, rendezvous::RendezvousError};
+use crate::{Members, Signature, engine::EngineError, rendezvous::RendezvousError};
 
 /// How a peer was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,6 +20,11 @@ pub enum Loss {
         /// The rank that reported it.
         by: usize,
     },
+    /// It gives no sign of life: it, its machine or the network does not work.
+    Unreachable {
+        /// Its node.
+        node: usize,
+    },
     /// It went because it had lost a rank of the world that is not in this group.
     Followed {
         /// The rank that was lost first, as the world numbers it.
@@ -32,6 +37,7 @@ impl Loss {
         match self {
             Self::ProcessEnded => "its process ended".into(),
             Self::Left => "it dropped its communicator".into(),
+            Self::Unreachable { node } => format!("node {node} gives no sign of life"),
             Self::Reported { by } => format!("as {} reported", members.subject(by).trim_end_matches(',')),
             Self::Followed { world_rank } => {
                 format!("it went because rank {world_rank} of the world was lost")
@@ -54,6 +60,9 @@ pub enum FabricError {
     /// The machine refused a resource.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// The engine between machines refused something.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
     /// A peer is gone.
     #[error("{} was lost during {operation}: {}", members.subject(*rank), how.told(members))]
     PeerLost {
@@ -190,6 +199,9 @@ pub enum FabricError {
     /// An argument makes no sense here.
     #[error("{0}")]
     InvalidArgument(String),
+    /// What was asked for does not exist yet.
+    #[error("{0} is not implemented yet")]
+    NotImplemented(String),
     /// Ranks exchanged something that is not what it should be.
     #[error("the object of rank {rank} cannot be read: {problem}")]
     Object {

@@ -6,12 +6,15 @@
 //! incoming ones, and the arena from which symmetric buffers are allocated. Untouched pages cost nothing, so generous
 //! sizes are free.
 
+use std::{ptr::NonNull, sync::Arc};
+
 use antiphon_device::{
     host::{memory::SharedMemory, wait::Doorbell},
     sync::{AtomicU32, AtomicU64, Ordering},
 };
 
 use crate::{
+    nodes::Nodes,
     notice::Notice,
     signal::{
         Head,
@@ -53,7 +56,7 @@ pub(crate) struct Control {
     pub(crate) fault: Padded<AtomicU64>,
     /// Why it gave up in a group of this world, if it did: others ask when it is gone.
     pub(crate) fault_in_group: Padded<AtomicU64>,
-    /// In rank 0's block: the earliest round in which a rank gave up, for each lane.
+    /// In the block of a node's first rank: the earliest round in which a rank gave up, for each lane.
     pub(crate) given_up: [Padded<Earliest>; LANES],
     /// Its state while the communicator shrinks.
     pub(crate) notice: Padded<Notice>,
@@ -66,6 +69,16 @@ impl Control {
     pub(crate) fn depart(&self) {
         // Pairs with the acquire load in `has_departed`: a rank that sees that this one is gone sees what it posted before.
         self.departed.0.store(1, Ordering::Release);
+    }
+
+    /// Says why its rank gave up.
+    pub(crate) fn say_fault(&self, fault: u64) {
+        self.fault.0.store(fault, Ordering::Release);
+    }
+
+    /// Says why its rank gave up in a group.
+    pub(crate) fn say_fault_in_group(&self, fault: u64) {
+        self.fault_in_group.0.store(fault, Ordering::Release);
     }
 
     pub(crate) fn has_departed(&self) -> bool {
@@ -108,16 +121,69 @@ impl Layout {
     }
 }
 
-/// The shared memory, seen through its layout. This is the only place that turns offsets into references.
+/// The shared memory, seen through its layout. This is the only place that turns offsets into references. Clones share the mapping.
+#[derive(Clone)]
 pub(crate) struct Regions {
-    memory: SharedMemory,
+    memory: Arc<SharedMemory>,
+    /// Of the memory: it is here, so that an access needs not look there.
+    base: NonNull<u8>,
     layout: Layout,
+    /// The first rank of this node.
+    first: usize,
+    /// What ranks of other nodes say of themselves, if there are any.
+    elsewhere: Option<Arc<Elsewhere>>,
 }
+
+/// The control blocks of ranks on other nodes. They are this process's own: a process knows for itself when a rank's word counts, as
+/// messages of that rank to other processes of the node may still be under way.
+struct Elsewhere {
+    nodes: Nodes,
+    node: usize,
+    controls: Vec<Control>,
+    /// Whether a departure has arrived that does not count yet.
+    leaving: Vec<AtomicU32>,
+}
+
+// SAFETY: `base` is the address of `memory`, which any thread may use; see there.
+unsafe impl Send for Regions {}
+// SAFETY: as for Send.
+unsafe impl Sync for Regions {}
 
 impl Regions {
     pub(crate) fn new(memory: SharedMemory, layout: Layout) -> Self {
         assert_eq!(memory.len(), layout.total());
-        Self { memory, layout }
+        Self { base: memory.base(), memory: Arc::new(memory), layout, first: 0, elsewhere: None }
+    }
+
+    /// The memory of the node of `rank`, one of several.
+    pub(crate) fn on_node(memory: SharedMemory, layout: Layout, nodes: Nodes, rank: usize) -> Self {
+        let node = nodes.of(rank);
+        let first = nodes.ranks(node)[0];
+        let controls = (0..layout.world_size).map(|_| Control::default()).collect();
+        let leaving = (0..layout.world_size).map(|_| AtomicU32::new(0)).collect();
+        let elsewhere = Some(Arc::new(Elsewhere { nodes, node, controls, leaving }));
+        Self { first, elsewhere, ..Self::new(memory, layout) }
+    }
+
+    /// Whether a rank of another node has said that it leaves, which does not count yet.
+    pub(crate) fn is_leaving(&self, rank: usize) -> bool {
+        self.elsewhere.as_ref().is_some_and(|elsewhere| {
+            elsewhere.leaving[rank].load(Ordering::Acquire) != 0 && !elsewhere.controls[rank].has_departed()
+        })
+    }
+
+    /// Notes that a rank of another node has said that it leaves.
+    pub(crate) fn note_leaving(&self, rank: usize) {
+        if let Some(elsewhere) = &self.elsewhere {
+            // Pairs with the acquire load in `is_leaving`.
+            elsewhere.leaving[rank].store(1, Ordering::Release);
+        }
+    }
+
+    /// Whether a rank is on another node.
+    #[inline]
+    pub(crate) fn is_elsewhere(&self, rank: usize) -> bool {
+        self.elsewhere.as_ref().is_some_and(|elsewhere| elsewhere.nodes.of(rank) != elsewhere.node)
     }
 
     /// A number that is the memory's alone on this machine, and equal on all ranks.
@@ -135,20 +201,30 @@ impl Regions {
     fn at(&self, rank: usize, offset: usize) -> *mut u8 {
         debug_assert!(rank < self.layout.world_size && offset < self.layout.stride);
         // SAFETY: rank and offset lie inside the mapping, whose size the constructor checked.
-        unsafe { self.memory.base().as_ptr().add(rank * self.layout.stride + offset) }
+        unsafe { self.base.as_ptr().add(rank * self.layout.stride + offset) }
+    }
+
+    /// Where a rank's region begins.
+    pub(crate) fn region(&self, rank: usize) -> NonNull<u8> {
+        NonNull::new(self.at(rank, 0)).expect("a mapping is not at null")
     }
 
     #[inline]
     pub(crate) fn control(&self, rank: usize) -> &Control {
+        if let Some(elsewhere) = &self.elsewhere
+            && elsewhere.nodes.of(rank) != elsewhere.node
+        {
+            return &elsewhere.controls[rank];
+        }
         // SAFETY: a region begins, page-aligned, with its control block; all-zero bytes are a valid one, and it
         // consists of atomics only.
         unsafe { &*self.at(rank, 0).cast() }
     }
 
-    /// The mark of ranks that gave up in a round of this lane.
+    /// The node's mark of ranks that gave up in a round of this lane.
     #[inline]
     pub(crate) fn given_up(&self, lane: usize) -> &Earliest {
-        &self.control(0).given_up[lane].0
+        &self.control(self.first).given_up[lane].0
     }
 
     #[inline]

@@ -14,6 +14,7 @@
 //! 4. **The [`Communicator`]**, which holds these parts, with barriers, object exchange, splitting into groups, and a
 //!    background thread for non-blocking operations.
 //! 5. **The [engine of the GPUs](gpu)**, which runs the kernel families of higher crates.
+//! 6. **The [engine between machines](engine)**, which sends messages to ranks that share no memory with this one.
 //!
 //! ## Guarantees
 //!
@@ -48,14 +49,17 @@
 
 mod communicator;
 mod endpoint;
+pub mod engine;
 pub mod error;
 #[cfg(not(loom))]
 pub mod gpu;
 #[cfg(not(loom))]
 pub mod job;
 mod layout;
+mod links;
 mod local;
 mod members;
+mod nodes;
 mod notice;
 pub mod rendezvous;
 mod signal;
@@ -66,8 +70,10 @@ mod waiting;
 pub use antiphon_operation::Operation;
 pub use communicator::{Builder, Communicator, Messenger, Monitor, Pending, Queue};
 pub use error::FabricError;
+pub use links::Written;
 pub use local::LocalWorld;
 pub use members::Members;
+pub use nodes::Nodes;
 pub use signal::{
     arena_offsets::ArenaOffsets,
     matching::Source,

@@ -1,8 +1,17 @@
 //! A world inside one process.
 
-use std::time::Duration;
+use std::{
+    sync::{Arc, PoisonError},
+    time::Duration,
+};
 
-use crate::{Communicator, rendezvous::Ticket};
+use antiphon_device::sync::Mutex;
+
+use crate::{
+    Builder, Communicator,
+    engine::{Network, Twin},
+    rendezvous::Ticket,
+};
 
 /// A world whose ranks are threads of this process, over the same shared memory and the same code as processes: for
 /// tests, examples, and engines that drive several devices from one process.
@@ -33,14 +42,56 @@ impl LocalWorld {
         timeout: Duration,
         run: impl Fn(Communicator) -> T + Sync,
     ) -> Vec<T> {
+        Self::run_built(world_size, timeout, |builder, _| builder, run)
+    }
+
+    /// As [`run_with`](Self::run_with) for ranks on several nodes: rank `r` is on the node that is called `nodes[r]`. Each node has memory of
+    /// its own, and an engine inside this process carries what passes between nodes; `network` can disturb it. So the results have
+    /// the bits of ranks on as many machines.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use antiphon_fabric::LocalWorld;
+    ///
+    /// let mates = LocalWorld::run_on_nodes(&["a", "b", "a"], Duration::from_secs(60), |_| (), |comm| {
+    ///     comm.barrier()?;
+    ///     Ok::<_, antiphon_fabric::FabricError>(comm.nodes().ranks(0).to_vec())
+    /// });
+    /// assert_eq!(mates[1].as_ref().unwrap(), &[0, 2]);
+    /// ```
+    ///
+    /// # Panics
+    /// As [`run`](Self::run).
+    pub fn run_on_nodes<T: Send>(
+        nodes: &[&str],
+        timeout: Duration,
+        network: impl FnOnce(&Network),
+        run: impl Fn(Communicator) -> T + Sync,
+    ) -> Vec<T> {
+        let (net, ends) = Twin::network(nodes.len());
+        network(&net);
+        // Each rank owns its engine, which ends with its communicator.
+        let ends: Vec<Mutex<Option<Twin>>> = ends.into_iter().map(|end| Mutex::new(Some(end))).collect();
+        let build = |builder: Builder, rank: usize| {
+            let end = ends[rank].lock().unwrap_or_else(PoisonError::into_inner).take();
+            builder.node(nodes[rank]).engine(Arc::new(end.expect("each rank is built once")))
+        };
+        Self::run_built(nodes.len(), timeout, build, run)
+    }
+
+    fn run_built<T: Send>(
+        world_size: usize,
+        timeout: Duration,
+        build: impl Fn(Builder, usize) -> Builder + Sync,
+        run: impl Fn(Communicator) -> T + Sync,
+    ) -> Vec<T> {
         assert!(world_size > 0, "a world has at least one rank");
         let ticket = Ticket::random();
-        let (ticket, run) = (&ticket, &run);
+        let (ticket, build, run) = (&ticket, &build, &run);
         std::thread::scope(|scope| {
             let spawn = |rank| {
                 scope.spawn(move || {
-                    let comm = Communicator::builder()
-                        .timeout(timeout)
+                    let comm = build(Communicator::builder().timeout(timeout), rank)
                         .with_ticket(rank, world_size, ticket)
                         .unwrap_or_else(|e| panic!("rank {rank} of {world_size} could not join: {e}"));
                     run(comm)

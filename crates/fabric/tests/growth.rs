@@ -2,9 +2,17 @@
 //!
 //! One test, so that nothing else goes on in this process while it counts.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::{Barrier, Mutex},
+    time::{Duration, Instant},
+};
 
-use antiphon_fabric::{Communicator, LocalWorld, rendezvous::Ticket};
+use antiphon_fabric::{
+    Communicator, LocalWorld,
+    engine::{EngineError, Ucx},
+    rendezvous::Ticket,
+};
+use antiphon_testing::{Need, need};
 
 #[derive(Debug, Clone, Copy)]
 struct Usage {
@@ -53,6 +61,39 @@ fn buffers(comm: &Communicator) {
     }
 }
 
+/// What a rank does whose only peer is on another node.
+fn between_nodes(comm: &Communicator) {
+    let group = comm.split(Some(0), 0).unwrap().unwrap();
+    group.exchange_bytes(&[1; 100_000]).unwrap();
+    let sent = comm.start_send(vec![1u8; 100_000], 1 - comm.rank()).unwrap();
+    comm.recv(&mut vec![0u8; 100_000], 1 - comm.rank()).unwrap();
+    sent.wait().unwrap();
+}
+
+/// A world of two nodes, whose messages UCX carries.
+fn world_by_ucx() {
+    let (board, all) = (Mutex::new(vec![Vec::new(); 2]), Barrier::new(2));
+    let join = |rank: usize| {
+        let mut exchange = |mine: Vec<u8>| -> Result<_, String> {
+            board.lock().unwrap()[rank] = mine;
+            all.wait();
+            let written = board.lock().unwrap().clone();
+            all.wait();
+            Ok(written)
+        };
+        let comm = Communicator::builder().node(["a", "b"][rank]).by_exchange(rank, 2, &mut exchange);
+        between_nodes(&comm.unwrap());
+    };
+    std::thread::scope(|scope| {
+        [0, 1].map(|rank| {
+            scope.spawn({
+                let join = &join;
+                move || join(rank)
+            })
+        });
+    });
+}
+
 #[test]
 fn nothing_grows() {
     LocalWorld::run(2, |comm| comm.barrier().unwrap()); // what is made once is made
@@ -79,4 +120,20 @@ fn nothing_grows() {
         hasty().with_ticket(rank, 2, &Ticket::random()).unwrap_err();
     }
     assert_no_growth(before, "meetings that fail");
+
+    for _ in 0..50 {
+        LocalWorld::run_on_nodes(&["a", "b"], Duration::from_secs(60), |_| (), |comm| between_nodes(&comm));
+    }
+    assert_no_growth(before, "worlds of two nodes");
+
+    let found = match Ucx::open(0, 1) {
+        Err(error @ EngineError::Library(_)) => Err(error),
+        opened => Ok(opened.unwrap()),
+    };
+    if need(Need::Ucx, found).is_some() {
+        world_by_ucx(); // UCX keeps what it made once
+        let before = usage();
+        (0..50).for_each(|_| world_by_ucx());
+        assert_no_growth(before, "worlds over UCX");
+    }
 }

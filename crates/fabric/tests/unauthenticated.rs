@@ -74,6 +74,7 @@ fn card(rank: usize) -> Card {
         cores: vec![0],
         arena_bytes: 1 << 16,
         parent_rank: None,
+        place: None,
     }
 }
 

@@ -57,13 +57,14 @@ impl Moe {
     /// Takes the regions; all ranks call it alike.
     ///
     /// # Errors
-    /// [`MoeError::Refused`] for more than [`MAX_WORLD`] ranks; [`FabricError::ArenaFull`](antiphon_fabric::FabricError), and
-    /// as [`barrier`](Communicator::barrier).
+    /// [`MoeError::Refused`] for more than [`MAX_WORLD`] ranks; [`FabricError`](antiphon_fabric::FabricError): `ArenaFull`,
+    /// `InvalidArgument` if the ranks are on several nodes, and as [`barrier`](Communicator::barrier).
     pub fn new(comm: &Communicator, config: MoeConfig) -> Result<Self> {
         if comm.world_size() > MAX_WORLD {
             let problem = format!("{} ranks; at most {MAX_WORLD} are served", comm.world_size());
             return Err(refused("Moe::new", problem));
         }
+        comm.check_one_node("a mixture of experts")?;
         let region = Region::new(comm.create_shared_buffer(config.region_bytes)?);
         let (token, number) = (Arc::new(()), next(&numbers(comm).instances));
         Ok(Self { region, token, number, low_latency: config.low_latency })

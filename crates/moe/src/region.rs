@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use antiphon_fabric::{FabricError, Rounds, SharedBuffer, Signature};
+use antiphon_fabric::{FabricError, Rounds, SharedBuffer, Signature, Written};
 
 use crate::error::{MoeError, Result};
 
@@ -70,7 +70,7 @@ impl Region {
             let record = bytes.next_multiple_of(ALIGNMENT);
             let half = Half { buffer: &self.buffer, offset, record, records };
             fill(&half, piece.clone());
-            rounds.exchange(signature)?;
+            rounds.exchange(signature, Written::nothing(0))?;
             drain(&half, piece.clone());
             self.turn += 1;
             start = piece.end;

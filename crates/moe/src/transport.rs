@@ -1,6 +1,6 @@
 //! Counts and records between ranks on host memory, whatever the records hold.
 
-use antiphon_fabric::{Communicator, Signature};
+use antiphon_fabric::{Communicator, Signature, Written};
 
 use crate::{
     Moe,
@@ -50,7 +50,7 @@ impl Announcement<'_> {
         let mut rounds = unsafe { comm.rounds()? };
         // SAFETY: the outbox has room for so many bytes.
         unsafe { rounds.outbox(len).copy_from_nonoverlapping(words.as_ptr().cast(), len) };
-        rounds.exchange(&self.signature)?;
+        rounds.exchange(&self.signature, Written::all(len))?;
         // SAFETY: every rank has posted as many words.
         let said = |from: usize, index: usize| unsafe {
             rounds.inbox(from, len).cast::<u32>().add(index).read_unaligned()

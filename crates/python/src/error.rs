@@ -121,6 +121,7 @@ fn kind(error: &FabricError) -> Box<dyn FnOnce(String) -> PyErr> {
         FabricError::InvalidArgument(_) | FabricError::Rendezvous(RendezvousError::InvalidRank { .. }) => {
             Box::new(PyValueError::new_err)
         }
+        FabricError::NotImplemented(_) => Box::new(PyNotImplementedError::new_err),
         // A communicator that failed says why again, in the same words and with the same type.
         FabricError::Failed(first) if !matches!(**first, FabricError::Interrupted { .. }) => kind(first),
         _ => Box::new(PyRuntimeError::new_err),

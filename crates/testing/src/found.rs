@@ -8,7 +8,10 @@ use std::{
     sync::OnceLock,
 };
 
-use antiphon_device::cuda::{Context, CudaError, Driver, Nccl, Nvrtc};
+use antiphon_device::{
+    cuda::{Context, CudaError, Driver, Nccl, Nvrtc},
+    library::LibraryError,
+};
 use antiphon_sass::Disassembler;
 
 use crate::{Need, need};
@@ -115,7 +118,7 @@ fn whole<T>(loaded: Result<T, CudaError>) -> Result<T, String> {
 
 fn is_absent(error: &CudaError) -> bool {
     match error {
-        CudaError::MissingLibrary { .. } => true,
+        CudaError::Library(LibraryError::Missing { .. }) => true,
         CudaError::Call { function: "cuInit", code, .. } => [NO_DEVICE, STUB_LIBRARY].contains(code),
         _ => false,
     }

@@ -26,6 +26,10 @@ pub enum Need {
     Nvdisasm,
     /// The library NCCL.
     Nccl,
+    /// The library UCX.
+    Ucx,
+    /// The right to make network and mount namespaces, which stand for machines.
+    Machines,
     /// The right to make PID namespaces.
     Namespaces,
     /// To be the user root.
@@ -47,6 +51,8 @@ impl Display for Need {
             Self::Nvrtc => write!(f, "nvrtc"),
             Self::Nvdisasm => write!(f, "nvdisasm"),
             Self::Nccl => write!(f, "nccl"),
+            Self::Ucx => write!(f, "ucx"),
+            Self::Machines => write!(f, "machines"),
             Self::Namespaces => write!(f, "namespaces"),
             Self::Root => write!(f, "root"),
             Self::Interrupts => write!(f, "interrupts"),

@@ -24,6 +24,8 @@ pub enum Collective {
     Mixed(Mixed),
     /// The floor of any all-reduce: every rank reads its input and writes its output, all at once.
     Memory,
+    /// The engine between machines: a message between two ranks.
+    Engine,
 }
 
 impl Collective {
@@ -39,15 +41,21 @@ impl Collective {
     /// Everything that can be measured.
     pub fn all() -> impl Iterator<Item = Self> {
         let calls = Operation::ALL.iter().copied().filter(|operation| operation.is_call());
-        calls.map(Self::Of).chain([Self::SEND_RECV, Self::DISPATCH, Self::COMBINE, Self::Memory])
+        calls.map(Self::Of).chain([
+            Self::SEND_RECV,
+            Self::DISPATCH,
+            Self::COMBINE,
+            Self::Memory,
+            Self::Engine,
+        ])
     }
 
-    /// The operation whose row says what is to be known of it; none of the memory's floor.
+    /// The operation whose row says what is to be known of it; none of the floors.
     pub fn operation(self) -> Option<Operation> {
         match self {
             Self::Of(operation) => Some(operation),
             Self::Mixed(mixed) => Some(mixed.operation()),
-            Self::Memory => None,
+            Self::Memory | Self::Engine => None,
         }
     }
 
@@ -58,6 +66,7 @@ impl Collective {
             Self::Of(operation) => operation.name(),
             Self::Mixed(mixed) => mixed.operation().name(),
             Self::Memory => "memory",
+            Self::Engine => "engine",
         }
     }
 
@@ -162,7 +171,7 @@ impl Case {
         }
         let block = self.block(world_size);
         match self.collective {
-            Collective::Memory => return (block, block),
+            Collective::Memory | Collective::Engine => return (block, block),
             Collective::Mixed(mixed) => return mixed.counts(block),
             Collective::Of(_) => {}
         }
@@ -178,7 +187,7 @@ impl Case {
         let block = self.block(world_size);
         let copied = |source| vec![Segment { output: 0..block, sources: source..source + 1, start: 0 }];
         let root = match self.collective {
-            Collective::Memory => return copied(rank),
+            Collective::Memory | Collective::Engine => return copied(rank),
             Collective::SEND_RECV => return copied(ROOT),
             Collective::Mixed(mixed) => return mixed.segments(rank, block),
             Collective::Of(operation) => operation.row().root,
@@ -239,6 +248,7 @@ impl Case {
                 handler.run(comm, mixed.call(self.mode), input, output)
             }
             Collective::DISPATCH | Collective::COMBINE => unreachable!("`moe` measures these"),
+            Collective::Engine => unreachable!("`engine` measures it"),
             Collective::Of(_) => {
                 let call = self.call(comm.rank(), comm.world_size());
                 comm.call(&call, Some(TensorView::from(input)), Some(TensorViewMut::from(output)))

@@ -6,11 +6,13 @@
 //! * `pattern` makes inputs, and computes every element of the outputs.
 //! * `mixed` is a layout of tensor and data parallel ranks, with the operations that it has.
 //! * `moe` measures dispatch and combine of a mixture of experts.
+//! * `engine` measures messages between two ranks by the engine between machines.
 //! * `worker` is the work of a rank: it verifies, times, and verifies again.
 //! * `cuda` is the same on GPUs, beside NCCL.
 
 mod case;
 mod cuda;
+mod engine;
 mod mixed;
 mod moe;
 mod pattern;
@@ -65,6 +67,7 @@ Examples:
   antiphon bench mixed --layout 2x2 --dtype bf16
   antiphon bench dispatch --ranks 2 --dtype bf16 --sizes 1M,16M
   antiphon bench memory --ranks 2 --sizes 16M,64M
+  UCX_TLS=tcp antiphon bench engine
   antiphon bench --device cuda --dtype bf16 --json results.json
   antiphon bench --device cuda --tail --json tails.json")]
 pub struct Args {
@@ -194,6 +197,9 @@ impl ValueEnum for Which {
             Self::One(Collective::COMBINE) => "What those ranks made of tokens, back and summed",
             Self::One(Collective::Memory) => {
                 "The floor of any all-reduce: every rank reads its input and writes its output, all at once"
+            }
+            Self::One(Collective::Engine) => {
+                "A message between two ranks by the engine between machines (UCX): the time one way, the bandwidth of 16 under way"
             }
             Self::One(_) => "",
         };
@@ -337,7 +343,11 @@ impl Args {
 
     /// How many ranks there are, if the machine has no say.
     fn fixed_ranks(&self) -> Option<usize> {
-        if self.collective == Which::Mixed { Some(self.layout.ranks()) } else { self.ranks }
+        match self.collective {
+            Which::Mixed => Some(self.layout.ranks()),
+            Which::One(Collective::Engine) => Some(engine::RANKS),
+            _ => self.ranks,
+        }
     }
 }
 
@@ -369,6 +379,9 @@ fn measure(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
     }
     if args.collective == Which::Mixed {
         mixed::refuse(args)?;
+    }
+    if args.collective == Which::One(Collective::Engine) {
+        engine::refuse(args)?;
     }
     if args.device == DeviceKind::Cuda {
         cuda::refuse(args)?;

@@ -49,7 +49,7 @@ impl Reference {
         let (world_size, rank) = (comm.world_size(), comm.rank());
         let gets = match case.collective {
             Collective::SEND_RECV => rank < 2,
-            Collective::Memory | Collective::Mixed(_) => true,
+            Collective::Memory | Collective::Engine | Collective::Mixed(_) => true,
             Collective::Of(_) => case.call(rank, world_size).needs_output(rank),
         };
         let expected = |sources: Range<usize>, index| {

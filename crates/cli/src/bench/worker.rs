@@ -14,7 +14,7 @@ use antiphon::{
 use super::{
     Args, Buffers,
     case::{Case, Collective},
-    moe,
+    engine, moe,
     pattern::{self, Reference, Wrong},
 };
 use crate::report::{Row, algbw_gbs};
@@ -42,9 +42,10 @@ fn measure_all(args: &Args) -> Result<(), Box<dyn std::error::Error>> {
         return Err("send-recv needs at least 2 ranks, there is 1".into());
     }
     for case in args.cases() {
-        let row = match case.collective.is_of_experts() {
-            true => with_dtype!(case.dtype, T => moe::measure::<T>(&comm, case, args)?),
-            false => with_dtype!(case.dtype, T => measure::<T>(&comm, case, args)?),
+        let row = match case.collective {
+            Collective::Engine => engine::measure(&comm, case, args)?,
+            of if of.is_of_experts() => with_dtype!(case.dtype, T => moe::measure::<T>(&comm, case, args)?),
+            _ => with_dtype!(case.dtype, T => measure::<T>(&comm, case, args)?),
         };
         if comm.rank() == 0 {
             let line = serde_json::to_string(&row).expect("a row is plain data");

@@ -1,6 +1,7 @@
 //! `antiphon doctor`: the features that this machine supports, and those that it lacks.
 
 mod cpu;
+mod engine;
 mod gpu;
 mod job;
 mod kernel;
@@ -12,6 +13,7 @@ use std::io::{self, Write};
 
 use anstream::{AutoStream, ColorChoice};
 use antiphon::device::cuda::Survey;
+use antiphon::fabric::engine::{self as between_machines, EngineError, Ucx};
 use serde::Serialize;
 
 use crate::machine::Files;
@@ -46,7 +48,7 @@ pub fn execute(args: Args) -> ExitStatus {
     if let Some(process) = args.job {
         return job::execute(process, args.json);
     }
-    let diagnosis = Diagnosis::new(&Files::system(), Survey::take());
+    let diagnosis = Diagnosis::new(&Files::system(), Survey::take(), Ucx::survey());
     let text = if args.json {
         diagnosis.json()
     } else {
@@ -136,13 +138,14 @@ pub struct Diagnosis {
 }
 
 impl Diagnosis {
-    /// Looks at this machine; what is only read is read from `files`, and `gpu` was found out before.
-    pub fn new(files: &Files, gpu: Survey) -> Self {
+    /// Looks at this machine; what is only read is read from `files`, and `gpu` and `ucx` were found out before.
+    pub fn new(files: &Files, gpu: Survey, ucx: Result<between_machines::Survey, EngineError>) -> Self {
         let sections = [
             ("System", kernel::checks()),
             ("Processor", cpu::checks(files)),
             ("Memory", memory::checks(files)),
             ("GPU", gpu::checks(&gpu)),
+            ("Other machines", engine::checks(ucx.as_ref())),
         ];
         let checks: Vec<Check> = sections
             .into_iter()
@@ -171,7 +174,7 @@ mod tests {
     #[test]
     fn a_machine_without_files_is_still_described() {
         let folder = tempfile::tempdir().unwrap();
-        let diagnosis = Diagnosis::new(&Files::at(folder.path()), Survey::take());
+        let diagnosis = Diagnosis::new(&Files::at(folder.path()), Survey::take(), Ucx::survey());
         assert!(diagnosis.checks.iter().all(|check| !check.value.is_empty() && !check.note.is_empty()));
     }
 

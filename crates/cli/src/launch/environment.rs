@@ -6,12 +6,14 @@ use std::fmt::Write;
 use std::net::{Ipv4Addr, TcpListener};
 use std::process::Command;
 
-use super::{Launch, LaunchError};
+use super::{Launch, LaunchError, Node};
 
 /// Authenticates a rank to its peers; inherited where it is set.
 const SECRET: &str = "ANTIPHON_SECRET";
 const SECRET_BYTES: usize = 32;
 const THREADS: &str = "OMP_NUM_THREADS";
+/// TORCHELASTIC_RUN_ID on several nodes, whose launchers share no random one: torchrun's own default.
+const RUN_OF_NODES: &str = "none";
 
 /// Left by an outer torchrun, this would send the ranks to its store instead of their own.
 const OUTER_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
@@ -27,29 +29,43 @@ pub(super) struct Environment<'a> {
 
 impl<'a> Environment<'a> {
     pub(super) fn new(launch: &'a Launch) -> Result<Self, LaunchError> {
-        let port = match launch.port {
-            Some(port) => port,
-            None => free_port()?,
+        let port = match (launch.port, &launch.node) {
+            (Some(port), _) => port,
+            (None, None) => free_port()?,
+            (None, Some(_)) => return Err(LaunchError::NodesNeed("a port that is equal on all")),
         };
-        let secret = if is_set(SECRET) { None } else { Some(random_hex(SECRET_BYTES)?) };
-        Ok(Self { launch, port, run_id: random_hex(16)?, secret, threads: !is_set(THREADS) })
+        let secret = match &launch.node {
+            Some(Node { secret: Some(secret), .. }) => Some(secret.clone()),
+            _ if is_set(SECRET) => None,
+            None => Some(random_hex(SECRET_BYTES)?),
+            Some(_) => return Err(LaunchError::NodesNeed("ANTIPHON_SECRET, or a file with it")),
+        };
+        let run_id = launch.node.as_ref().map_or_else(|| random_hex(16), |_| Ok(RUN_OF_NODES.to_owned()))?;
+        Ok(Self { launch, port, run_id, secret, threads: !is_set(THREADS) })
     }
 
-    /// Sets the variables of `rank` on `command`.
-    pub(super) fn apply(&self, command: &mut Command, rank: usize) {
-        let rank = rank.to_string();
-        let ranks = self.launch.ranks.to_string();
-        for name in ["RANK", "LOCAL_RANK", "ROLE_RANK"] {
+    /// Sets the variables of this node's rank `local` on `command`.
+    pub(super) fn apply(&self, command: &mut Command, local: usize) {
+        let launch = self.launch;
+        let (nodes, node, address) = match &launch.node {
+            None => (1, 0, "127.0.0.1"),
+            Some(Node { count, rank, master_addr, .. }) => (*count, *rank, master_addr.as_str()),
+        };
+        let rank = (launch.first_rank() + local).to_string();
+        let ranks = (nodes * launch.ranks).to_string();
+        for name in ["RANK", "ROLE_RANK"] {
             command.env(name, &rank);
         }
-        for name in ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"] {
+        for name in ["WORLD_SIZE", "ROLE_WORLD_SIZE"] {
             command.env(name, &ranks);
         }
         command
-            .env("GROUP_RANK", "0")
-            .env("GROUP_WORLD_SIZE", "1")
+            .env("LOCAL_RANK", local.to_string())
+            .env("LOCAL_WORLD_SIZE", launch.ranks.to_string())
+            .env("GROUP_RANK", node.to_string())
+            .env("GROUP_WORLD_SIZE", nodes.to_string())
             .env("ROLE_NAME", "default")
-            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_ADDR", address)
             .env("MASTER_PORT", self.port.to_string())
             .env("TORCHELASTIC_RUN_ID", &self.run_id)
             .env("TORCHELASTIC_RESTART_COUNT", "0")

@@ -1,4 +1,4 @@
-//! Starts a program on every rank of one machine and watches over it until the last rank has ended.
+//! Starts a program on every rank of this machine and watches over it until the last rank has ended.
 //!
 //! [`Launch`] says what to start; [`Launch::run`] starts it, hands every line that a rank writes to a
 //! closure, passes signals on, and returns an [`Outcome`] that names the rank that failed first.
@@ -80,8 +80,10 @@ pub struct Launch {
     /// OMP_NUM_THREADS=1 and a random ANTIPHON_SECRET (the last two only where the launcher's own
     /// environment has none).
     pub env: Vec<(OsString, OsString)>,
-    /// MASTER_PORT; a free one when `None`.
+    /// MASTER_PORT; a free one when `None`, which several nodes do not allow.
     pub port: Option<u16>,
+    /// The part of this launch in one on several nodes.
+    pub node: Option<Node>,
     /// How long the other ranks have after the first failure, and once more between SIGTERM and SIGKILL.
     pub grace: Duration,
     /// Ends the whole launch after this time.
@@ -94,6 +96,19 @@ pub struct Launch {
     pub capture: bool,
 }
 
+/// One node's part of a launch on several nodes. Each has a launcher of its own, and the same number of ranks.
+#[derive(Clone, Debug)]
+pub struct Node {
+    /// How many nodes there are.
+    pub count: usize,
+    /// Which of them this is, from 0.
+    pub rank: usize,
+    /// MASTER_ADDR: the name or the address of node 0.
+    pub master_addr: String,
+    /// ANTIPHON_SECRET, which is equal on all nodes; that of the launcher's own environment when `None`.
+    pub secret: Option<String>,
+}
+
 impl Launch {
     /// `ranks` ranks of `program` without arguments: output captured, no standard input, no binding, no time
     /// limit, and five seconds of grace.
@@ -104,6 +119,7 @@ impl Launch {
             ranks,
             env: Vec::new(),
             port: None,
+            node: None,
             grace: Duration::from_secs(5),
             timeout: None,
             bind: false,
@@ -120,7 +136,12 @@ impl Launch {
         Self { args: command.chain(["--worker".into()]).collect(), ..Self::new(program, ranks) }
     }
 
-    /// Starts the ranks and returns once all have ended.
+    /// The first of this node's ranks, as the world numbers it.
+    pub(crate) fn first_rank(&self) -> usize {
+        self.node.as_ref().map_or(0, |node| node.rank * self.ranks)
+    }
+
+    /// Starts the ranks and returns once all have ended. Ranks have the numbers of the world.
     ///
     /// `output` gets one line per call, in the order in which each stream wrote them, with its newline (which
     /// a last line may lack, and a piece of a line longer than [`MAX_LINE`] does). It runs on a thread of its
@@ -132,13 +153,19 @@ impl Launch {
     ///
     /// The calling thread starts the ranks and stays until the last has ended, which their
     /// end-with-the-parent needs: the kernel ties it to the thread, not to the process.
-    pub fn run<F>(&self, output: F) -> Result<Outcome, LaunchError>
+    pub fn run<F>(&self, mut output: F) -> Result<Outcome, LaunchError>
     where
         F: FnMut(usize, Stream, &[u8]) -> io::Result<()> + Send,
     {
         if self.ranks == 0 || self.ranks > MAX_RANKS {
             return Err(LaunchError::Ranks { ranks: self.ranks });
         }
+        if let Some(Node { count, rank, .. }) = &self.node
+            && rank >= count
+        {
+            return Err(LaunchError::Node { rank: *rank, count: *count });
+        }
+        let first = self.first_rank();
         let environment = Environment::new(self)?;
         let (inbox, subscription) = signals::subscribe().map_err(LaunchError::Signals)?;
         let started = Instant::now();
@@ -150,7 +177,9 @@ impl Launch {
         thread::scope(|scope| {
             let pump = thread::Builder::new()
                 .name("antiphon-output".into())
-                .spawn_scoped(scope, move || pump.run(output))
+                .spawn_scoped(scope, move || {
+                    pump.run(|local, stream, line| output(first + local, stream, line))
+                })
                 .map_err(LaunchError::Output)?;
             let supervised = supervisor.run(&inbox);
             // A supervisor that failed leaves ranks behind: end them, or the pump would wait for their output.
@@ -182,6 +211,17 @@ pub enum LaunchError {
         /// The number asked for.
         ranks: usize,
     },
+    /// There is no such node.
+    #[error("node rank {rank} of {count} nodes: must be from 0 to {}", count.saturating_sub(1))]
+    Node {
+        /// The rank asked for.
+        rank: usize,
+        /// The number of nodes.
+        count: usize,
+    },
+    /// What the launchers of several nodes must be told is missing.
+    #[error("several nodes need {0}")]
+    NodesNeed(&'static str),
     /// There is no such program.
     #[error("cannot start {program:?}: {reason}")]
     NotFound {
@@ -242,7 +282,7 @@ impl LaunchError {
         match self {
             Self::NotFound { .. } => 127,
             Self::NotExecutable { .. } => 126,
-            Self::Ranks { .. } => 2,
+            Self::Ranks { .. } | Self::Node { .. } | Self::NodesNeed(_) => 2,
             _ => 1,
         }
     }

@@ -67,7 +67,7 @@ impl fmt::Display for SignalName {
 /// How one rank ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RankReport {
-    /// The rank.
+    /// The rank, as the world numbers it.
     pub rank: usize,
     /// Its process.
     pub pid: u32,
@@ -117,9 +117,14 @@ impl Outcome {
     pub fn exit_code(&self) -> u8 {
         match (self.timed_out, self.first_failure) {
             (Some(_), _) => TIMED_OUT,
-            (None, Some(rank)) => self.ranks[rank].end.exit_code(),
+            (None, Some(rank)) => self.of(rank).end.exit_code(),
             (None, None) => u8::from(self.unwritten.is_some()),
         }
+    }
+
+    /// The report of a rank. The first that there is may have another number than 0 where there are several nodes.
+    fn of(&self, rank: usize) -> &RankReport {
+        &self.ranks[rank - self.ranks[0].rank]
     }
 
     /// One line for each rank and, last, the rank that failed first; empty after a success.
@@ -134,7 +139,7 @@ impl Outcome {
         let _ = match (self.timed_out, self.first_failure) {
             (Some(limit), _) => writeln!(text, "timed out after {:.3} s", limit.as_secs_f64()),
             (None, Some(rank)) => {
-                writeln!(text, "rank {rank} failed first: {}{}", self.ranks[rank], self.left_before(rank))
+                writeln!(text, "rank {rank} failed first: {}{}", self.of(rank), self.left_before(rank))
             }
             (None, None) => Ok(()),
         };
@@ -148,7 +153,7 @@ impl Outcome {
     /// know.
     fn left_before(&self, failed: usize) -> String {
         const SHOWN: usize = 4;
-        let first = &self.ranks[failed];
+        let first = self.of(failed);
         let before =
             |report: &&RankReport| report.end.success() && !first.stopped && report.after <= first.after;
         let mut left: Vec<&RankReport> = self.ranks.iter().filter(before).collect();

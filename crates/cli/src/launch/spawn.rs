@@ -43,6 +43,8 @@ struct Rank {
 /// The processes of all ranks. Those that still run when this is dropped are killed.
 pub(super) struct Children {
     ranks: Vec<Rank>,
+    /// The number of the first of them in the world.
+    first: usize,
     /// Holds all ranks' ends, and tells them in the order in which they came: the launcher may look late, and peers of a rank
     /// that is gone end within microseconds.
     ends: OwnedFd,
@@ -57,7 +59,7 @@ impl Children {
             move |source: Errno| LaunchError::Spawn { rank, ranks: launch.ranks, source: source.into() }
         };
         let ends = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed(0))?;
-        let mut children = Self { ranks: Vec::with_capacity(launch.ranks), ends };
+        let mut children = Self { ranks: Vec::with_capacity(launch.ranks), first: launch.first_rank(), ends };
         for rank in 0..launch.ranks {
             let mut command = Command::new(&launch.program);
             command.args(&launch.args);
@@ -109,7 +111,9 @@ impl Children {
         let mut ended = Vec::new();
         for rank in events.iter().map(|event: &epoll::Event| event.data.u64() as usize) {
             let process = &mut self.ranks[rank];
-            if let Some(report) = process.reap(rank, started).map_err(|error| process.lost(rank, error))? {
+            if let Some(report) =
+                process.reap(self.first + rank, started).map_err(|error| process.lost(rank, error))?
+            {
                 ended.push(report);
                 // Closing does not take it out while a process that another thread has just forked holds a copy.
                 epoll::delete(&self.ends, &process.end).map_err(|error| process.lost(rank, error))?;
@@ -123,7 +127,7 @@ impl Children {
         let running = self.ranks.iter_mut().enumerate().filter(|(_, rank)| rank.ended.is_none());
         let mut stopped = running.filter_map(|(number, rank)| {
             rank.stopped = is_stopped(rank.pid);
-            rank.stopped.then_some(number)
+            rank.stopped.then_some(self.first + number)
         });
         let first = stopped.next();
         stopped.for_each(drop);
@@ -181,7 +185,7 @@ fn is_stopped(pid: Pid) -> bool {
 }
 
 fn redirect(command: &mut Command, launch: &Launch, rank: usize) {
-    if !(launch.stdin && rank == 0) {
+    if !(launch.stdin && launch.first_rank() + rank == 0) {
         command.stdin(Stdio::null());
     }
     if launch.capture {

@@ -3,7 +3,7 @@
 use std::{ops::RangeInclusive, time::Instant};
 
 use antiphon_device::ReduceOp;
-use antiphon_fabric::{Communicator, Operation, Signature};
+use antiphon_fabric::{Communicator, Operation, Signature, Written};
 use antiphon_operation::Call;
 use antiphon_tensor::DType;
 use antiphon_tuning::Key;
@@ -22,7 +22,7 @@ use crate::{
 pub(super) fn choose(comm: &Communicator, call: &Signature, bytes: usize) -> Result<Algorithm> {
     let meet_and_load = |comm: &Communicator| {
         // SAFETY: a round without payload.
-        unsafe { comm.rounds()? }.exchange(call)?;
+        unsafe { comm.rounds()? }.exchange(call, Written::nothing(0))?;
         comm.as_part_of(call, || load(comm))
     };
     Ok(comm.extension(meet_and_load)?.algorithm(bytes))

@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use antiphon_device::host::reduce::Reducer;
-use antiphon_fabric::{ArenaOffsets, FabricError, Rounds, Signature};
+use antiphon_fabric::{ArenaOffsets, FabricError, Rounds, Signature, Written};
 
 use crate::{
     arguments::{Input, Output},
@@ -15,16 +14,8 @@ pub(crate) trait Reduce {
     /// Reduces `count` elements.
     ///
     /// # Safety
-    /// As [`Reducer::run`].
+    /// As [`Reducer::run`](antiphon_device::host::reduce::Reducer::run).
     unsafe fn run(&self, destination: *mut u8, sources: &[*const u8], count: usize);
-}
-
-impl Reduce for Reducer {
-    #[inline]
-    unsafe fn run(&self, destination: *mut u8, sources: &[*const u8], count: usize) {
-        // SAFETY: passed on.
-        unsafe { self.run(destination, sources, count) }
-    }
 }
 
 /// Bytes of one piece of a one-shot: a rank's two mailboxes and its part of input and output stay in L2.
@@ -47,8 +38,11 @@ pub(super) fn one_shot(
         input.count * size,
         chunk_for(1, ONE_SHOT_PIECE),
         1,
-        // SAFETY: the part lies within the input, and the outbox has room for it.
-        |part, outbox| unsafe { copy(input.data.add(part.start), outbox, part.len()) },
+        |part, outbox| {
+            // SAFETY: the part lies within the input, and the outbox has room for it.
+            unsafe { copy(input.data.add(part.start), outbox, part.len()) };
+            Written::all(part.len())
+        },
         |part, inboxes| {
             // SAFETY: every rank has posted as many bytes; the output is no mailbox.
             unsafe { reducer.run(output.data.add(part.start), inboxes, part.len() / size) };
@@ -87,7 +81,7 @@ pub(super) fn two_shot(
     mut arrived: impl FnMut(usize),
 ) -> Result<(), FabricError> {
     let len = input.count * input.dtype.size();
-    if len >= WORTH_ASKING && ask_where(rounds, signature, input, output)? {
+    if len >= WORTH_ASKING && rounds.nodes().is_none() && ask_where(rounds, signature, input, output)? {
         two_shot_symmetric(rounds, signature, input, reducer)?;
         arrived(len);
         return Ok(());
@@ -103,8 +97,9 @@ fn ask_where(
     output: &Output,
 ) -> Result<bool, FabricError> {
     let len = input.count * input.dtype.size();
-    ArenaOffsets::of(rounds, [(input.data, len), (output.data.cast_const(), len)]).put(rounds);
-    rounds.exchange(signature)?;
+    let offsets = ArenaOffsets::of(rounds, [(input.data, len), (output.data.cast_const(), len)]);
+    let written = offsets.put(rounds);
+    rounds.exchange(signature, written)?;
     // SAFETY: every rank has posted its offsets in this round.
     let is_symmetric = |rank| unsafe { ArenaOffsets::<2>::of_rank(rounds, rank) }.all_symmetric();
     Ok((0..rounds.world_size()).all(is_symmetric))
@@ -145,7 +140,7 @@ fn two_shot_symmetric(
             }
         }
     }
-    rounds.exchange(signature)
+    rounds.exchange(signature, Written::nothing(0))
 }
 
 fn two_shot_staged(
@@ -164,6 +159,11 @@ fn two_shot_staged(
     // A mailbox holds the inputs of one piece and, from RESULTS on, the results of the piece before.
     const RESULTS: usize = Rounds::CAPACITY / 2;
     for round in 0..=pieces {
+        let mut written = Written::nothing(Rounds::CAPACITY);
+        if round > 0 {
+            let results = piece(round - 1).part(rank).len();
+            written = written.and(RESULTS..RESULTS + results);
+        }
         if round < pieces {
             let piece = piece(round);
             let own = piece.part(rank);
@@ -175,8 +175,9 @@ fn two_shot_staged(
                 copy(from, outbox, own.start);
                 copy(from.add(own.end), outbox.add(own.end), piece.range.len() - own.end);
             }
+            written = written.and(0..own.start).and(own.end..piece.range.len());
         }
-        rounds.exchange(signature)?;
+        rounds.exchange(signature, written)?;
         if round > 0 {
             let piece = piece(round - 1);
             for peer in (0..world_size).filter(|&peer| peer != rank) {

@@ -12,6 +12,9 @@
 //!   not staged: each rank reduces its part directly from all inputs into all outputs. (After
 //!   an error, slower ranks may still access such tensors: do not use them until all ranks have left or synchronised again.)
 //!
+//! Where ranks are on several nodes, both read what remote ranks post in its mirrors in their node's memory, and add up in the order of
+//! the nodes: the ranks of each node first, then the nodes' sums, rounded once.
+//!
 //! On GPUs ([`CudaCollectives`](crate::cuda::CudaCollectives)) both store into the peers' memory through NVLink. The data itself
 //! shows whether it has arrived, so there are one or two hops and no flags.
 //!
@@ -21,14 +24,15 @@
 mod choice;
 mod cuda;
 mod host;
+mod order;
 mod registered;
 
 pub use choice::tune;
 pub(crate) use cuda::{ReduceKernel, Reducing, run_staged};
 pub(crate) use host::Reduce;
+pub(crate) use order::InOrder;
 pub(crate) use registered::{Registered, Registry, run_registered};
 
-use antiphon_device::host::reduce::Reducer;
 use antiphon_fabric::{Communicator, Operation, Signature};
 
 use crate::{
@@ -171,7 +175,8 @@ pub(crate) fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {
     }
     let (Some(input), Some(output)) = (&call.input, &call.output) else { return Ok(()) };
     let signature = |algorithm| Signature { algorithm, ..call.signature };
-    carry_out(comm, algorithm, signature, input, output, &Reducer::new(call.dtype, call.call.op), |_| ())
+    let sum = InOrder::new(comm, call.dtype, call.call.op);
+    carry_out(comm, algorithm, signature, input, output, &sum, |_| ())
 }
 
 /// The all-reduce that a signature stands for, which `signature` makes from the number of the algorithm (0 before one is chosen).

@@ -18,6 +18,8 @@ pub struct Call {
     pub accumulation: Accumulation,
     /// One of each rank.
     pub contributions: Vec<Contribution>,
+    /// The node of each rank.
+    pub nodes: Vec<u32>,
     pub bias: Option<Vec<f64>>,
     pub pre_norm: Option<Norm>,
     pub residual: Option<Vec<f64>>,
@@ -100,11 +102,17 @@ impl Call {
         outputs
     }
 
-    /// The sum over the ranks.
+    /// The sum over the ranks: over those of each node, and then over the nodes.
     fn sum(&self, token: usize, i: usize) -> Known {
-        let mut contributions = self.contributions.iter().map(|of_rank| self.contribution(of_rank, token, i));
-        let first = contributions.next().expect("a world has a rank");
-        contributions.fold(first, |sum, next| self.step(sum.plus(next))).rounded(self.dtype)
+        let (ranks, add) = (0..self.contributions.len(), |sum: Known, next| self.step(sum.plus(next)));
+        let of_rank = |rank: usize| self.contribution(&self.contributions[rank], token, i);
+        let of_node = |first: usize| {
+            let mates = ranks.clone().filter(|&rank| self.nodes[rank] == self.nodes[first]);
+            mates.map(of_rank).reduce(add).expect("a node has a rank")
+        };
+        let is_first = |&rank: &usize| !self.nodes[..rank].contains(&self.nodes[rank]);
+        let sum = ranks.clone().filter(is_first).map(of_node).reduce(add);
+        sum.expect("a world has a rank").rounded(self.dtype)
     }
 
     /// One element of what a rank contributes.

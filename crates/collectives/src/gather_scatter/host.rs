@@ -6,11 +6,11 @@
 
 use std::ops::Range;
 
-use antiphon_device::host::reduce::Reducer;
-use antiphon_fabric::{FabricError, Rounds};
+use antiphon_fabric::{Communicator, FabricError, Rounds, Written};
 use antiphon_operation::Root;
 
 use crate::{
+    all_reduce::{InOrder, Reduce},
     arguments::CheckedCall,
     chunked::{chunk_for, copy, exchange_chunks},
 };
@@ -19,7 +19,12 @@ use crate::{
 const PIECE: usize = 128 << 10;
 
 /// Carries a call out whose longest piece, of any rank, has `longest` elements.
-pub(super) fn run(rounds: &mut Rounds, call: &CheckedCall<'_>, longest: usize) -> Result<(), FabricError> {
+pub(super) fn run(
+    comm: &Communicator,
+    rounds: &mut Rounds,
+    call: &CheckedCall<'_>,
+    longest: usize,
+) -> Result<(), FabricError> {
     let (rank, world_size, size) = (call.rank, call.world_size, call.dtype.size());
     let (sent, received) = (call.input_layout(), call.output_layout());
     let row = call.signature.operation.row();
@@ -28,7 +33,7 @@ pub(super) fn run(rounds: &mut Rounds, call: &CheckedCall<'_>, longest: usize) -
     // The ranks whose elements come: no other rank gives any, and a root that is the only receiver posts none.
     let sources = if row.root == Some(Root::Gives) { root..root + 1 } else { 0..world_size };
     let posts = row.root != Some(Root::Gets) || rank != root;
-    let reducer = row.reduces.then(|| Reducer::new(call.dtype, call.call.op));
+    let reducer = row.reduces.then(|| InOrder::new(comm, call.dtype, call.call.op));
     // Where this rank's own elements for itself are.
     let own = |part: &Range<usize>| {
         let piece = within(sent.piece(rank), size, part);
@@ -41,12 +46,15 @@ pub(super) fn run(rounds: &mut Rounds, call: &CheckedCall<'_>, longest: usize) -
         chunk_for(width, PIECE),
         width,
         |part, outbox| {
-            let Some(input) = call.input.filter(|_| posts) else { return };
+            let payload = part.len() * width;
+            let Some(input) = call.input.filter(|_| posts) else { return Written::nothing(payload) };
             for peer in (0..width).filter(|&peer| width == 1 || peer != rank) {
                 let piece = within(sent.piece(if width == 1 { rank } else { peer }), size, &part);
                 // SAFETY: pieces lie within the input, and the outbox has room for `width` parts.
                 unsafe { copy(input.data.add(piece.start), outbox.add(peer * part.len()), piece.len()) };
             }
+            let own = if width == 1 { 0..0 } else { rank * part.len()..(rank + 1) * part.len() };
+            Written::nothing(payload).and(0..own.start).and(own.end..payload)
         },
         |part, inboxes| {
             let Some(output) = call.output else { return };

@@ -49,5 +49,5 @@ pub(crate) fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {
         },
         _ => call.input_layout().longest(),
     };
-    Ok(host::run(&mut rounds, call, longest)?)
+    Ok(host::run(comm, &mut rounds, call, longest)?)
 }

@@ -1,6 +1,6 @@
 //! The exchange of counts where each rank knows only its own.
 
-use antiphon_fabric::Rounds;
+use antiphon_fabric::{Rounds, Written};
 
 use crate::{
     arguments::CheckedCall,
@@ -23,11 +23,13 @@ pub(super) fn agree_on_counts(rounds: &mut Rounds, call: &CheckedCall<'_>) -> Re
         // SAFETY: the outbox has room for two counts per rank.
         unsafe { outbox.cast::<u64>().add(i).write_unaligned(count as u64) };
     }
+    let mut written = counts;
     if is_short(input.count) {
         // SAFETY: behind the counts there is room for a short row.
         unsafe { copy(input.data, outbox.add(counts), input.count * size) };
+        written += input.count * size;
     }
-    rounds.exchange(&call.signature)?;
+    rounds.exchange(&call.signature, Written::nothing(Rounds::CAPACITY).and(0..written))?;
     let inboxes = rounds.inboxes(Rounds::CAPACITY);
     // SAFETY: every rank has posted two counts per rank.
     let count =

@@ -2,8 +2,7 @@
 
 use std::cell::OnceCell;
 
-use antiphon_device::host::reduce::Reducer;
-use antiphon_fabric::{Communicator, FabricError, Operation};
+use antiphon_fabric::{Communicator, FabricError, Operation, Written};
 use antiphon_operation::Call;
 use antiphon_tensor::{TensorView, TensorViewMut};
 
@@ -17,7 +16,7 @@ use super::{
 use crate::CollectiveError;
 use crate::{
     ReduceOp,
-    all_reduce::{self, Algorithm, AllReduceOptions},
+    all_reduce::{self, Algorithm, AllReduceOptions, InOrder},
     arguments::{Input, Output},
     collectives::call_checked,
     error::Result,
@@ -173,14 +172,14 @@ impl MixedHandler {
     fn carry_out(&self, comm: &Communicator, mode: MixedMode, call: &CheckedMixedCall<'_>) -> Result<()> {
         let signature = call.signature(mode as u8);
         let flow = host::Flow::new(&self.layout, call);
-        let reducer = Reducer::new(call.input.dtype, ReduceOp::Sum);
+        let reducer = InOrder::new(comm, call.input.dtype, ReduceOp::Sum);
         // SAFETY: every rank runs the mode that the signature names, for the layout and the lengths that it has a digest of.
         let mut rounds = unsafe { comm.rounds()? };
         match mode {
             MixedMode::Waits => Ok(host::one_hop(&mut rounds, &signature, &flow, &reducer)?),
             MixedMode::Bytes1 => Ok(host::two_hops(&mut rounds, &signature, &flow, &reducer)?),
             MixedMode::Composed => {
-                rounds.exchange(&signature)?; // ranks that disagree find out here, where all of them are
+                rounds.exchange(&signature, Written::nothing(0))?; // ranks that disagree find out here, where all of them are
                 drop(rounds);
                 self.composed(comm, call)
             }

@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use antiphon_device::host::reduce::Reducer;
-use antiphon_fabric::{Communicator, FabricError, Operation, Rounds, Signature};
+use antiphon_fabric::{Communicator, FabricError, Operation, Rounds, Signature, Written};
 use antiphon_operation::Call;
 
 use super::{
@@ -11,6 +10,7 @@ use super::{
     call::{Blocks, CheckedMixedCall},
 };
 use crate::{
+    all_reduce::InOrder,
     arguments::{Input, Output},
     chunked::{chunk_for, copy, exchange_chunks},
     collectives::call_checked,
@@ -116,7 +116,7 @@ impl<'a> Flow<'a> {
     /// `inboxes` are those of all ranks, which have been filled with slots of `stride` bytes.
     unsafe fn reduce(
         &self,
-        reducer: &Reducer,
+        reducer: &InOrder,
         group: usize,
         part: &Range<usize>,
         inboxes: &mut [*const u8],
@@ -124,13 +124,14 @@ impl<'a> Flow<'a> {
         stride: usize,
     ) -> *mut u8 {
         let output = self.output(group, part.start);
-        let sources = &mut inboxes[self.contributors(group)];
+        let contributors = self.contributors(group);
+        let sources = &mut inboxes[contributors.clone()];
         // SAFETY: every contributor has posted the part; the output is no mailbox.
         unsafe {
             for source in sources.iter_mut() {
                 *source = source.add(self.slot(group) * stride + start);
             }
-            reducer.run(output, sources, part.len() / self.size);
+            reducer.run_from(contributors.start, output, sources, part.len() / self.size);
         }
         output
     }
@@ -148,7 +149,7 @@ pub(super) fn one_hop(
     rounds: &mut Rounds,
     signature: &Signature,
     flow: &Flow<'_>,
-    reducer: &Reducer,
+    reducer: &InOrder,
 ) -> Result<(), FabricError> {
     let width = flow.width();
     exchange_chunks(
@@ -157,7 +158,10 @@ pub(super) fn one_hop(
         flow.longest(),
         chunk_for(width, PIECE),
         width,
-        |part, outbox| flow.fill(&part, part.len(), outbox),
+        |part, outbox| {
+            flow.fill(&part, part.len(), outbox);
+            Written::all(part.len() * width)
+        },
         |part, inboxes| {
             for group in flow.received() {
                 let clipped = flow.clip(group, &part);
@@ -174,7 +178,7 @@ pub(super) fn two_hops(
     rounds: &mut Rounds,
     signature: &Signature,
     flow: &Flow<'_>,
-    reducer: &Reducer,
+    reducer: &InOrder,
 ) -> Result<(), FabricError> {
     let (longest, rank, own_group) = (flow.longest(), flow.rank, flow.own_group());
     let step = chunk_for(flow.width() + 1, PIECE);
@@ -183,10 +187,17 @@ pub(super) fn two_hops(
     // Behind the slots of contributions.
     let sums = flow.width() * step;
     for round in 0..=pieces {
+        let mut written = Written::nothing(Rounds::CAPACITY);
+        if round > 0 {
+            let part = flow.clip(own_group, &piece(round - 1));
+            let share = flow.share(&part, rank % flow.tp);
+            written = written.and(sums..sums + share.len());
+        }
         if round < pieces {
             flow.fill(&piece(round), step, rounds.outbox(Rounds::CAPACITY));
+            written = written.and(0..sums);
         }
-        rounds.exchange(signature)?;
+        rounds.exchange(signature, written)?;
         if round > 0 {
             for group in flow.received() {
                 let part = flow.clip(group, &piece(round - 1));

@@ -102,7 +102,7 @@ fn special_values_follow_the_rules<B: Backend>(dtype: DType, world: usize) {
 fn pieces_join_without_a_seam<B: Backend>(dtype: DType, world: usize) {
     let longest = seams::<B>(dtype).into_iter().max().unwrap();
     let inputs: Vec<Values> = (0..world).map(|rank| Values::any_bits(dtype, rank as u64, longest)).collect();
-    let expected = B::reduced(ReduceOp::Sum, &inputs);
+    let expected = B::reduced(ReduceOp::Sum, &inputs, &B::nodes(world));
     for count in seams::<B>(dtype) {
         let inputs: Vec<Values> = inputs.iter().map(|input| input.first(count)).collect();
         every_way_gives::<B>(dtype, &inputs, &[(ReduceOp::Sum, expected.first(count))]);
@@ -126,7 +126,7 @@ fn every_pattern_of_16_bits_is_reduced_alike<B: Backend>(dtype: DType, world: us
 
 /// What each operator must give.
 fn expected<B: Backend>(dtype: DType, inputs: &[Values]) -> Vec<(ReduceOp, Values)> {
-    B::operators(dtype).iter().map(|&op| (op, B::reduced(op, inputs))).collect()
+    B::operators(dtype).iter().map(|&op| (op, B::reduced(op, inputs, &B::nodes(inputs.len())))).collect()
 }
 
 fn every_way_gives<B: Backend>(dtype: DType, inputs: &[Values], expected: &[(ReduceOp, Values)]) {

@@ -17,7 +17,7 @@ use crate::{
     operations::Rank,
 };
 
-conformance_on_host! {
+conformance_on_host_and_nodes! {
     about_the_root_of_messages: any_dtype, [world_2 world_3 world_5];
     about_even_and_uneven_blocks: any_dtype, [world_2 world_3 world_5];
     about_a_fused_call: any_dtype, [world_2 world_3 world_5];

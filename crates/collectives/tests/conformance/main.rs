@@ -6,6 +6,8 @@
 //! world costs more to make, one test has all dtypes, and there are fewer worlds:
 //! `all_reduce::gpus::special_values_follow_the_rules::world_2`. Tests that lack GPUs are recorded as skipped.
 //!
+//! On several nodes there are two nodes and up to four ranks: `all_reduce::host_nodes::special_values_follow_the_rules::world_1_and_3`.
+//!
 //! | module | what it holds |
 //! | --- | --- |
 //! | `harness` | the backends, and tensors that notice a write beside them |
@@ -17,7 +19,7 @@
 /// depend on one) and `every_world` stand for lists.
 macro_rules! conformance {
     ($($behaviour:ident: $dtypes:tt, $worlds:tt;)*) => {
-        conformance_on_host!($($behaviour: $dtypes, $worlds;)*);
+        conformance_on_host_and_nodes!($($behaviour: $dtypes, $worlds;)*);
 
         mod gpus {
             $(mod $behaviour {
@@ -30,8 +32,7 @@ macro_rules! conformance {
     };
 }
 
-/// As [`conformance!`], for what GPUs do not do: they have no memory that ranks map, and no calls in the background but those of
-/// streams.
+/// As [`conformance!`], for what needs memory that all ranks map.
 macro_rules! conformance_on_host {
     ($($behaviour:ident: $dtypes:tt, $worlds:tt;)*) => {
         mod host_threads {
@@ -50,6 +51,64 @@ macro_rules! conformance_on_host {
             })*
         }
     };
+}
+
+/// As [`conformance_on_host!`], and on several nodes, with one dtype after the other.
+macro_rules! conformance_on_host_and_nodes {
+    ($($behaviour:ident: $dtypes:tt, $worlds:tt;)*) => {
+        conformance_on_host!($($behaviour: $dtypes, $worlds;)*);
+
+        mod host_nodes {
+            $(mod $behaviour {
+                #[allow(unused_imports)]
+                use super::super::$behaviour as behaviour;
+                for_any_backend!($dtypes);
+                worlds_of_nodes!($worlds);
+            })*
+        }
+    };
+}
+
+/// The behaviour with one dtype after the other, on any backend.
+macro_rules! for_any_backend {
+    (every_dtype) => {
+        for_any_backend!([f64 f32 f16 bf16 i64 i32 i8 u8]);
+    };
+    ([$($dtype:ident)*]) => {
+        #[allow(dead_code)]
+        fn run<B: crate::harness::Backend>(world: usize) {
+            $(behaviour::<B>(crate::harness::dtype(stringify!($dtype)), world);)*
+        }
+    };
+    (any_dtype) => {
+        #[allow(dead_code)]
+        fn run<B: crate::harness::Backend>(world: usize) {
+            behaviour::<B>(world);
+        }
+    };
+}
+
+/// Worlds of up to four ranks, on two nodes.
+macro_rules! worlds_of_nodes {
+    (every_world) => { worlds_of_nodes!([world_2 world_4]); };
+    ([$($world:ident)*]) => { $(world_of_nodes!($world);)* };
+}
+
+macro_rules! world_of_nodes {
+    (world_2) => { world_of_nodes!(@ world_1_and_1: Halves, 2); };
+    (world_3) => { world_of_nodes!(@ world_3_interleaved: Interleaved, 3); };
+    (world_4) => {
+        world_of_nodes!(@ world_2_and_2: Halves, 4);
+        world_of_nodes!(@ world_1_and_3: OneAndRest, 4);
+        world_of_nodes!(@ world_4_interleaved: Interleaved, 4);
+    };
+    (@ $name:ident: $layout:ident, $world:literal) => {
+        #[test]
+        fn $name() {
+            run::<crate::harness::HostNodes<crate::harness::$layout>>($world);
+        }
+    };
+    ($other:ident) => {};
 }
 
 macro_rules! instantiate {

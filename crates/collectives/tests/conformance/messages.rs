@@ -16,7 +16,7 @@ use crate::{
 pub const PACKET: usize = 64 << 10;
 const RING: usize = 4 * PACKET;
 
-conformance_on_host! {
+conformance_on_host_and_nodes! {
     messages_arrive_in_the_order_they_were_sent: any_dtype, [world_1 world_2 world_3];
     small_messages_do_not_wait_for_the_receiver: any_dtype, [world_1 world_2 world_3];
     neighbours_may_exchange_by_starting_to_receive_first: any_dtype, [world_2 world_3 world_5];

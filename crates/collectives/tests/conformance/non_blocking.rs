@@ -13,7 +13,7 @@ use crate::{
     values::{Values, any_bits},
 };
 
-conformance_on_host! {
+conformance_on_host_and_nodes! {
     every_operation_gives_what_its_blocking_form_gives: every_dtype, [world_1 world_2 world_3 world_4];
     many_may_be_in_flight_beside_blocking_calls: any_dtype, [world_1 world_2 world_3 world_4];
     handles_may_be_waited_for_in_any_order: any_dtype, [world_2 world_3];
@@ -39,6 +39,8 @@ fn every_operation_gives_what_its_blocking_form_gives<B: Backend>(dtype: DType, 
 fn every_operation<T: Element>(comm: &Communicator) {
     let (rank, world, op) = (comm.rank(), comm.world_size(), ReduceOp::Max);
     let root = world - 1;
+    let nodes = comm.nodes();
+    let nodes = nodes.of_ranks();
     for count in [0, 1, 10, 1000] {
         let rows = inputs(T::DTYPE, count as u64, world, count * world);
         let column: Vec<Values> = rows.iter().map(|row| row.block(rank, world)).collect();
@@ -62,10 +64,10 @@ fn every_operation<T: Element>(comm: &Communicator) {
         let gives = |handle: Pending<Vec<T>, CollectiveError>, expected: &Values, what: &str| {
             assert_same_bits(&handle.wait().unwrap(), expected, what);
         };
-        let reduced = Values::reduced(op, &rows);
+        let reduced = Values::reduced(op, &rows, nodes);
         gives(all_reduce, &reduced, "start_all_reduce");
         gives(all_gather, &Values::concat(&rows), "start_all_gather");
-        gives(reduce_scatter, &Values::reduced(op, &column), "start_reduce_scatter");
+        gives(reduce_scatter, &Values::reduced(op, &column, nodes), "start_reduce_scatter");
         gives(all_to_all, &Values::concat(&column), "start_all_to_all");
         gives(broadcast, &rows[root], "start_broadcast");
         gives(reduce, if rank == root { &reduced } else { &rows[rank] }, "start_reduce");
@@ -74,7 +76,7 @@ fn every_operation<T: Element>(comm: &Communicator) {
         gives(all_gather_v, &Values::concat(&parts), "start_all_gather_v");
         let start = counts[..rank].iter().sum::<usize>();
         let own: Vec<Values> = uneven.iter().map(|row| row.range(start..start + counts[rank])).collect();
-        gives(reduce_scatter_v, &Values::reduced(op, &own), "start_reduce_scatter_v");
+        gives(reduce_scatter_v, &Values::reduced(op, &own, nodes), "start_reduce_scatter_v");
     }
 }
 
@@ -92,7 +94,7 @@ fn many_may_be_in_flight_beside_blocking_calls<B: Backend>(world: usize) {
             })
             .collect();
         for (i, handle) in pending.into_iter().enumerate() {
-            let expected = Values::reduced(ReduceOp::Sum, &inputs(i));
+            let expected = Values::reduced(ReduceOp::Sum, &inputs(i), &B::nodes(world));
             assert_same_bits(&handle.wait().unwrap(), &expected, format_args!("start_all_reduce {i}"));
         }
     });

@@ -130,7 +130,7 @@ impl<'c, B: Backend> Rank<'c, B> {
 
     pub fn all_reduce(&self, count: usize, op: ReduceOp, way: Way) {
         let inputs = self.inputs(count);
-        self.all_reduce_of(&inputs, &B::reduced(op, &inputs), op, way);
+        self.all_reduce_of(&inputs, &B::reduced(op, &inputs, self.comm.nodes().of_ranks()), op, way);
     }
 
     /// As [`all_reduce`](Self::all_reduce), of given contributions.
@@ -188,7 +188,11 @@ impl<'c, B: Backend> Rank<'c, B> {
         let pieces: Vec<Values> = sources
             .map(|source| inputs[source].range(calls[source].input_layout(count, source, world).piece(me)))
             .collect();
-        let expected = if row.reduces { B::reduced(calls[me].op, &pieces) } else { Values::concat(&pieces) };
+        let expected = if row.reduces {
+            B::reduced(calls[me].op, &pieces, self.comm.nodes().of_ranks())
+        } else {
+            Values::concat(&pieces)
+        };
         (inputs, expected)
     }
 

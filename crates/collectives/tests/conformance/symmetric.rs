@@ -33,7 +33,7 @@ impl Call {
     fn new(dtype: DType, world: usize, count: usize) -> Self {
         let inputs: Vec<Values> =
             (0..world).map(|rank| Values::any_bits(dtype, (count * 8 + rank) as u64, count)).collect();
-        Self { expected: Values::reduced(OP, &inputs), inputs }
+        Self { expected: Values::reduced(OP, &inputs, &vec![0; inputs.len()]), inputs }
     }
 
     fn bytes(&self) -> usize {

@@ -137,8 +137,51 @@ impl Values {
         Self { dtype: parts[0].dtype, bytes }
     }
 
-    /// The single-process reduction in rank order: what the promise "same bits" refers to.
-    pub fn reduced(op: ReduceOp, contributions: &[Self]) -> Self {
+    /// What the promise "same bits" refers to: the single-process reduction in rank order, where all ranks are on one node; else that of
+    /// each node's ranks, and then of the nodes' results, in the order of the nodes' first ranks. `nodes` has the node of each rank.
+    pub fn reduced(op: ReduceOp, contributions: &[Self], nodes: &[u32]) -> Self {
+        assert_eq!(contributions.len(), nodes.len());
+        let is_one = nodes.iter().all(|node| *node == nodes[0]);
+        match contributions[0].dtype {
+            // The order of integers does not matter.
+            dtype if is_one || !dtype.is_float() => Self::reduced_in_order(op, contributions),
+            DType::F64 => Self::reduced_by_node::<f64>(op, contributions, nodes),
+            _ => Self::reduced_by_node::<f32>(op, contributions, nodes),
+        }
+    }
+
+    /// The reduction by node, with accumulators of type `A`.
+    fn reduced_by_node<A: Element>(op: ReduceOp, contributions: &[Self], nodes: &[u32]) -> Self {
+        let sum = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
+        let wide: Vec<Self> = contributions.iter().map(|values| values.to::<A>()).collect();
+        let mut of_nodes: Vec<(u32, Vec<Self>)> = Vec::new();
+        for (values, &node) in wide.into_iter().zip(nodes) {
+            match of_nodes.iter_mut().find(|(seen, _)| *seen == node) {
+                Some((_, mates)) => mates.push(values),
+                None => of_nodes.push((node, vec![values])),
+            }
+        }
+        let of_nodes: Vec<Self> =
+            of_nodes.into_iter().map(|(_, mates)| Self::reduced_in_order(sum, &mates)).collect();
+        let mut all = Self::reduced_in_order(sum, &of_nodes).to_vec::<A>();
+        if op == ReduceOp::Avg {
+            // f64 is so much wider than f32 that the quotient is rounded as if once.
+            let mean = |sum: A| A::from_f64(sum.to_f64() / contributions.len() as f64);
+            all.iter_mut().for_each(|sum| *sum = mean(*sum));
+        }
+        let dtype = contributions[0].dtype;
+        // A reduction of one source rounds, and makes NaNs canonical.
+        with_dtype!(dtype, T => Self::reduced_in_order(ReduceOp::Sum, &[Self::of(&all).to::<T>()]))
+    }
+
+    /// As elements of another type; f64 holds all floats of the types here.
+    fn to<T: Element>(&self) -> Self {
+        with_dtype!(self.dtype, F => {
+            Self::of(&self.to_vec::<F>().into_iter().map(|x| T::from_f64(x.to_f64())).collect::<Vec<T>>())
+        })
+    }
+
+    fn reduced_in_order(op: ReduceOp, contributions: &[Self]) -> Self {
         with_dtype!(contributions[0].dtype, T => {
             let contributions: Vec<Vec<T>> = contributions.iter().map(Self::to_vec).collect();
             let slices: Vec<&[T]> = contributions.iter().map(Vec::as_slice).collect();

@@ -165,7 +165,7 @@ impl Device {
             let mut value = 0;
             // SAFETY: writes one integer.
             unsafe { call!(cuDeviceGetP2PAttribute(&mut value, attribute, self.raw, other.raw)) }?;
-            Ok(value)
+            Ok::<_, CudaError>(value)
         };
         Ok(PeerLink {
             access: ask(Link::CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED)? != 0,

@@ -4,10 +4,8 @@ use std::{ffi::CStr, sync::OnceLock};
 
 use cudarc::driver::sys;
 
-use super::{
-    CudaError, CudaVersion, Device,
-    library::{self, Library},
-};
+use super::{CudaError, CudaVersion, Device, libraries};
+use crate::library::{Library, LibraryError};
 
 /// The oldest driver that has every function which is called without asking.
 const OLDEST: CudaVersion = CudaVersion::new(12, 0);
@@ -27,7 +25,7 @@ impl Driver {
     /// Opens libcuda and initialises it, the first time; the same answer ever after.
     ///
     /// # Errors
-    /// [`CudaError::MissingLibrary`] where there is no driver, [`CudaError::DriverTooOld`] below CUDA 12.0, and
+    /// [`CudaError::Library`] where there is no driver, [`CudaError::DriverTooOld`] below CUDA 12.0, and
     /// [`CudaError::Call`] when the driver itself refuses: no device, or a driver that does not fit its kernel module.
     pub fn load() -> Result<&'static Self, CudaError> {
         static DRIVER: OnceLock<Result<Driver, CudaError>> = OnceLock::new();
@@ -35,14 +33,15 @@ impl Driver {
     }
 
     fn open() -> Result<Self, CudaError> {
-        let library = Library::open(&library::DRIVER)?;
+        let library = Library::open(&libraries::DRIVER)?;
         // SAFETY: only opens libraries of the driver's names, one of which is open already.
         if !unsafe { sys::is_culib_present() } {
-            return Err(CudaError::MissingLibrary {
-                library: library::DRIVER.what,
-                install: library::DRIVER.install,
+            return Err(LibraryError::Missing {
+                library: libraries::DRIVER.what,
+                install: libraries::DRIVER.install,
                 searched: format!("{} opens, but by no name that cudarc knows", library.path().display()),
-            });
+            }
+            .into());
         }
         // SAFETY: the library is present, which is all that cuInit needs.
         unsafe { call!(cuInit(0)) }?;

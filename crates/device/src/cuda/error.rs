@@ -1,8 +1,10 @@
 //! The errors of CUDA.
 
-use std::{fmt, path::PathBuf, time::Duration};
+use std::{fmt, time::Duration};
 
 use cudarc::driver::sys;
+
+use crate::library::LibraryError;
 
 /// A version of CUDA, as the driver and NVRTC number themselves. Ordered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -32,26 +34,9 @@ impl fmt::Display for CudaVersion {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {
-    /// A library that is opened at run time is not there.
-    #[error("no {library}: {install} (looked for {searched})")]
-    MissingLibrary {
-        /// What the library is.
-        library: &'static str,
-        /// What to install, or which variable to set.
-        install: &'static str,
-        /// Where it was looked for, with the loader's words.
-        searched: String,
-    },
-    /// A library was opened, but lacks a function: it is another one, or a much older one.
-    #[error("{path} has no function {symbol}: it is not a {library} that this program can use")]
-    MissingSymbol {
-        /// What the library should be.
-        library: &'static str,
-        /// The file that was opened.
-        path: PathBuf,
-        /// The function that it lacks.
-        symbol: &'static str,
-    },
+    /// A library that is opened at run time is missing, or cannot be used.
+    #[error(transparent)]
+    Library(#[from] LibraryError),
     /// A function of the driver or of NVRTC returned an error code.
     #[error("{function} failed: {name} ({code}): {text}")]
     Call {

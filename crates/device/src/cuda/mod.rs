@@ -47,7 +47,7 @@
 //!
 //! # Where libraries are found
 //!
-//! Nothing of CUDA is linked. libcuda is where the dynamic loader looks, or nowhere. NVRTC and NCCL are looked for in
+//! Nothing of CUDA is linked. libcuda is where the dynamic loader looks, or nowhere. [NVRTC and NCCL are looked for](crate::library) in
 //! this order: at the path in `ANTIPHON_NVRTC` or `ANTIPHON_NCCL` (a file, or its folder; one that is wrong is an
 //! error); in this process, where PyTorch may have loaded them; where the dynamic loader looks (`LD_LIBRARY_PATH`, the
 //! system's folders); among the packages of Python, where pip puts them (this process's Python, `VIRTUAL_ENV`,
@@ -78,7 +78,7 @@ mod event;
 mod graph;
 mod ipc;
 mod launch;
-mod library;
+mod libraries;
 pub mod memory;
 mod module;
 mod nccl;
@@ -100,7 +100,6 @@ pub use event::Event;
 pub use graph::{Graph, GraphExec, relaxed};
 pub use ipc::{IpcExport, IpcHandle, IpcMemory, MemoryKind, PointerInfo};
 pub use launch::{Argument, KernelArgument, LaunchConfig, MAX_ARGUMENTS};
-pub use library::Library;
 pub use memory::{DeviceMemory, DevicePointer, PinnedMemory};
 pub use module::{Function, FunctionAttributes, Module};
 pub use nccl::{Nccl, NcclCommunicator, NcclVersion, UniqueId};

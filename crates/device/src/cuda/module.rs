@@ -134,7 +134,7 @@ impl Function {
             let mut value = 0;
             // SAFETY: the function lives; writes one integer.
             unsafe { call!(cuFuncGetAttribute(&mut value, attribute, self.raw)) }?;
-            Ok(value as u32)
+            Ok::<_, CudaError>(value as u32)
         };
         Ok(FunctionAttributes {
             registers: ask(CU_FUNC_ATTRIBUTE_NUM_REGS)?,

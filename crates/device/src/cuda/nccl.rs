@@ -15,10 +15,8 @@ use std::{
 
 use cudarc::driver::sys::CUstream;
 
-use super::{
-    CudaError,
-    library::{self, Library},
-};
+use super::{CudaError, libraries};
+use crate::library::Library;
 
 pub use communicator::NcclCommunicator;
 
@@ -105,10 +103,14 @@ impl Nccl {
     /// Opens NCCL the first time, looking where [the module's page](super) says; the same answer ever after.
     ///
     /// # Errors
-    /// [`CudaError::MissingLibrary`], which says what to install; [`CudaError::MissingSymbol`] before version 2.13.
+    /// [`CudaError::Library`], which says what to install; also before version 2.13.
     pub fn load() -> Result<&'static Self, CudaError> {
         static NCCL: OnceLock<Result<Nccl, CudaError>> = OnceLock::new();
-        NCCL.get_or_init(|| Library::nccl().and_then(Self::with_library)).as_ref().map_err(Clone::clone)
+        NCCL.get_or_init(|| {
+            Library::open(&libraries::NCCL).map_err(CudaError::from).and_then(Self::with_library)
+        })
+        .as_ref()
+        .map_err(Clone::clone)
     }
 
     /// Opens NCCL at this path: the file, or the folder it is in.
@@ -116,7 +118,7 @@ impl Nccl {
     /// # Errors
     /// As for [`load`](Self::load).
     pub fn open(path: &Path) -> Result<Self, CudaError> {
-        Library::open_at(&library::NCCL, path).and_then(Self::with_library)
+        Self::with_library(Library::open_at(&libraries::NCCL, path)?)
     }
 
     fn with_library(library: Library) -> Result<Self, CudaError> {

@@ -6,10 +6,8 @@ use std::{
     sync::OnceLock,
 };
 
-use super::{
-    CudaError,
-    library::{self, Library},
-};
+use super::{CudaError, libraries};
+use crate::library::Library;
 
 type Handle = *mut c_void;
 
@@ -40,14 +38,14 @@ impl Nvml {
     /// Opens and initialises NVML, the first time; the same answer ever after.
     ///
     /// # Errors
-    /// [`CudaError::MissingLibrary`], [`CudaError::MissingSymbol`], [`CudaError::Call`].
+    /// [`CudaError::Library`], [`CudaError::Call`].
     pub fn load() -> Result<&'static Self, CudaError> {
         static NVML: OnceLock<Result<Nvml, CudaError>> = OnceLock::new();
         NVML.get_or_init(Self::open).as_ref().map_err(Clone::clone)
     }
 
     fn open() -> Result<Self, CudaError> {
-        let library = Library::open(&library::NVML)?;
+        let library = Library::open(&libraries::NVML)?;
         // SAFETY: these are the functions' types in nvml.h, whose enums are ints.
         let (functions, initialise) = unsafe {
             let initialise: unsafe extern "C" fn() -> c_int = library.function("nvmlInit_v2")?;

@@ -10,10 +10,8 @@ use std::{
     sync::OnceLock,
 };
 
-use super::{
-    CudaError, CudaVersion, Program,
-    library::{self, Library},
-};
+use super::{CudaError, CudaVersion, Program, libraries};
+use crate::library::Library;
 
 type Handle = *mut c_void;
 type Strings = *const *const c_char;
@@ -51,11 +49,13 @@ impl Nvrtc {
     /// Opens NVRTC the first time, looking where [the module's page](super) says; the same answer ever after.
     ///
     /// # Errors
-    /// [`CudaError::MissingLibrary`], [`CudaError::MissingSymbol`].
+    /// [`CudaError::Library`].
     pub fn load() -> Result<&'static Self, CudaError> {
         static NVRTC: OnceLock<Result<Nvrtc, CudaError>> = OnceLock::new();
         NVRTC
-            .get_or_init(|| Library::open(&library::NVRTC).and_then(Self::with_library))
+            .get_or_init(|| {
+                Library::open(&libraries::NVRTC).map_err(CudaError::from).and_then(Self::with_library)
+            })
             .as_ref()
             .map_err(Clone::clone)
     }
@@ -65,7 +65,7 @@ impl Nvrtc {
     /// # Errors
     /// As for [`load`](Self::load).
     pub fn open(path: &Path) -> Result<Self, CudaError> {
-        Library::open_at(&library::NVRTC, path).and_then(Self::with_library)
+        Self::with_library(Library::open_at(&libraries::NVRTC, path)?)
     }
 
     fn with_library(library: Library) -> Result<Self, CudaError> {

@@ -5,8 +5,9 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Capabilities, CudaError, Device, DeviceProperties, Driver, Nccl, Nvml, Nvrtc, PeerLink, library,
+    Capabilities, CudaError, Device, DeviceProperties, Driver, Nccl, Nvml, Nvrtc, PeerLink, libraries,
 };
+use crate::library::LibraryError;
 
 /// How each device (row) reaches each (column).
 type Links = Vec<Vec<PeerLink>>;
@@ -75,10 +76,12 @@ impl Survey {
             Err(error) => (Err(error), Default::default()),
         };
         Self {
-            driver: finding(version.map(|version| (version.to_string(), library::DRIVER.names[0].into()))),
+            driver: finding(version.map(|version| (version.to_string(), libraries::DRIVER.names[0].into()))),
             nvrtc: finding(nvrtc.map(|nvrtc| (nvrtc.version().to_string(), place(nvrtc.path())))),
             nccl: finding(Nccl::load().map(|nccl| (nccl.version().to_string(), place(nccl.path())))),
-            nvml: finding(nvml.and_then(|nvml| Ok((nvml.driver_version()?, library::NVML.names[0].into())))),
+            nvml: finding(
+                nvml.and_then(|nvml| Ok((nvml.driver_version()?, libraries::NVML.names[0].into()))),
+            ),
             devices,
             links,
         }
@@ -111,11 +114,11 @@ fn place(path: &Path) -> String {
 fn finding(found: Result<(String, String), CudaError>) -> Finding {
     match found {
         Ok((version, place)) => Finding::Found { version, place },
-        Err(CudaError::MissingLibrary { install, .. }) => {
+        Err(CudaError::Library(LibraryError::Missing { install, .. })) => {
             Finding::Missing { what: "not found".into(), remedy: install.into() }
         }
         // These say themselves what to do.
-        Err(error @ (CudaError::DriverTooOld { .. } | CudaError::MissingSymbol { .. })) => {
+        Err(error @ (CudaError::DriverTooOld { .. } | CudaError::Library(_))) => {
             Finding::Missing { what: "cannot be used".into(), remedy: error.to_string() }
         }
         Err(error) => {
@@ -131,10 +134,9 @@ mod tests {
 
     #[test]
     fn what_is_missing_says_what_to_install_and_not_where_it_was_sought() {
-        let error =
-            CudaError::MissingLibrary { library: "x", install: "install x", searched: "a lot".into() };
+        let error = LibraryError::Missing { library: "x", install: "install x", searched: "a lot".into() };
         let expected = Finding::Missing { what: "not found".into(), remedy: "install x".into() };
-        assert_eq!(finding(Err(error)), expected);
+        assert_eq!(finding(Err(error.into())), expected);
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::time::Duration;
 use antiphon_device::{
     DeviceError,
     cuda::{Context, CudaError, CudaVersion, Device, DeviceMemory, Driver, Event, memory},
+    library::LibraryError,
 };
 
 use crate::gpu;
@@ -13,7 +14,7 @@ use crate::gpu;
 fn without_a_driver_the_error_names_it_and_says_what_to_install() {
     match Driver::load() {
         Ok(driver) => assert!(driver.version() >= CudaVersion::new(12, 0)),
-        Err(error @ CudaError::MissingLibrary { .. }) => {
+        Err(error @ CudaError::Library(LibraryError::Missing { .. })) => {
             let text = DeviceError::from(error.clone()).to_string();
             assert!(text.starts_with("no CUDA driver (libcuda): install the NVIDIA driver"), "{text}");
             assert!(text.contains("libcuda.so.1"), "{text}");

@@ -104,7 +104,7 @@ impl LoadedPlan {
     /// On all ranks, whose communicator stays usable: [`ExecutorError::Plan`] if [`Plan::check`] refuses it,
     /// [`WorldSize`](ExecutorError::WorldSize), [`Buffers`](ExecutorError::Buffers),
     /// [`Operation`](ExecutorError::Operation) if it leaves a buffer, [`PlansDiffer`](ExecutorError::PlansDiffer), and
-    /// [`Fabric`](ExecutorError::Fabric) when there is no memory.
+    /// [`Fabric`](ExecutorError::Fabric) when there is no memory, or the ranks share none.
     pub fn load(comm: &Communicator, plan: &VerifiedPlan, options: Options) -> Result<Self> {
         Self::load_up_to(comm, plan.plan().clone(), options, plan.report().largest_chunk)
     }
@@ -128,6 +128,7 @@ impl LoadedPlan {
         options: Options,
         largest_chunk: Option<u64>,
     ) -> Result<Self> {
+        comm.check_one_node("a plan")?;
         let prepared = prepare(comm, &plan, options, largest_chunk);
         let prepared = comm.agree("cannot load its plan", prepared)?;
         same_everywhere(comm, &plan, &prepared.digest)?;

@@ -9,7 +9,7 @@
 use std::convert::Infallible;
 
 use antiphon_device::host::reduce::Reducer;
-use antiphon_fabric::{ArenaOffsets, Communicator, Operation, Rounds, Signature};
+use antiphon_fabric::{ArenaOffsets, Communicator, Operation, Rounds, Signature, Written};
 use antiphon_plan::{Extent, REDUCE_OPS};
 
 use super::{
@@ -106,8 +106,8 @@ impl LoadedPlan {
     fn can_be_whole(&self, comm: &Communicator, call: &Arguments, signature: &Signature) -> Result<bool> {
         // SAFETY: every rank posts where its tensors are, as `ArenaOffsets`.
         let mut rounds = unsafe { comm.rounds()? };
-        call.offsets(&rounds).put(&rounds);
-        rounds.exchange(signature)?;
+        let written = call.offsets(&rounds).put(&rounds);
+        rounds.exchange(signature, written)?;
         let whole = |rank| offsets_of(&rounds, rank).all_symmetric();
         Ok(self.scratch_chunks == 0 && (0..rounds.world_size()).all(whole))
     }
@@ -154,7 +154,7 @@ impl LoadedPlan {
         }
         // A rank that calls something else must get that as its error, and not a missing allocation.
         // SAFETY: nothing but the signature is posted.
-        unsafe { comm.rounds()? }.exchange(signature)?;
+        unsafe { comm.rounds()? }.exchange(signature, Written::nothing(0))?;
         let compiled = keys.iter().try_for_each(|key| self.add_program(*key, extent));
         comm.agree("cannot execute its plan", compiled)?;
         match &mut self.workspace {
@@ -207,10 +207,8 @@ impl LoadedPlan {
             let slice = Slice { slicing, areas, number, flag: workspace.next_flag() };
             let addresses = slice.addresses(self.rank, &own, workspace);
             slice.move_all(&self.mode(call).loads, &addresses);
-            if number == 0 {
-                call.offsets(&rounds).put(&rounds);
-            }
-            rounds.exchange(signature)?;
+            let written = if number == 0 { call.offsets(&rounds).put(&rounds) } else { Written::nothing(0) };
+            rounds.exchange(signature, written)?;
             if let Some((slice, addresses)) = previous {
                 slice.move_all(&self.mode(call).stores, &addresses);
             }
@@ -218,7 +216,7 @@ impl LoadedPlan {
             self.launch(comm, &slice, call, signature)?;
             previous = Some((slice, addresses));
         }
-        rounds.exchange(signature)?;
+        rounds.exchange(signature, Written::nothing(0))?;
         if let Some((slice, addresses)) = previous {
             slice.move_all(&self.mode(call).stores, &addresses);
         }

@@ -45,7 +45,7 @@ struct Alarm<'a>(&'a Endpoint);
 impl Drop for Alarm<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.health.report(&self.0.regions, &panicked());
+            self.0.report(&panicked());
         }
     }
 }

@@ -6,14 +6,18 @@ use antiphon_device::host::{cpu::allowed_cores, process::pid_namespace};
 
 use super::{Communicator, Messenger};
 use crate::{
-    FabricError, Operation, Signature,
-    endpoint::{Endpoint, Health, Interrupt, Peer},
+    FabricError, Nodes, Operation, Signature,
+    endpoint::{Endpoint, Health, Interrupt, Peer, Remote},
+    engine::{self, Engine, Key, Progress},
     layout::{Layout, Regions},
+    links::Links,
     rendezvous::{
-        self, Address, Card, Environment, Exchange, PATIENCE, RendezvousError, Secret, Ticket,
-        exchange_ticket,
+        self, Address, Card, Environment, Exchange, PATIENCE, Place, RendezvousError, Secret, Ticket,
     },
 };
+
+/// The number of the world among the communicators of an engine.
+const WORLD: u64 = 0;
 
 /// Settings of a communicator to be; all ranks must give the same ones.
 ///
@@ -31,6 +35,9 @@ pub struct Builder {
     arena_bytes: Option<usize>,
     interrupt: Option<Interrupt>,
     parent: Option<Arc<Endpoint>>,
+    node: Option<String>,
+    link_timeout: Option<Duration>,
+    engine: Option<Arc<dyn Engine>>,
 }
 
 impl std::fmt::Debug for Builder {
@@ -55,6 +62,25 @@ impl Builder {
     /// How many bytes of symmetric memory each rank can have.
     pub fn arena_bytes(mut self, bytes: usize) -> Self {
         self.arena_bytes = Some(bytes);
+        self
+    }
+
+    /// The name of this rank's node, where [ranks are on several](Address::Tcp): ranks with equal names share memory. What the builder says
+    /// goes before `ANTIPHON_NODE`. The order of sums depends on which ranks share a node.
+    pub fn node(mut self, name: impl Into<String>) -> Self {
+        self.node = Some(name.into());
+        self
+    }
+
+    /// How long a rank of another node may give no sign of life. What the builder says goes before `ANTIPHON_LINK_TIMEOUT`.
+    pub fn link_timeout(mut self, timeout: Duration) -> Self {
+        self.link_timeout = Some(timeout);
+        self
+    }
+
+    /// The engine that connects nodes. With one, the ranks may be on several nodes wherever they meet.
+    pub(crate) fn engine(mut self, engine: Arc<dyn Engine>) -> Self {
+        self.engine = Some(engine);
         self
     }
 
@@ -115,6 +141,8 @@ impl Builder {
     fn at(mut self, environment: Environment) -> Result<Communicator, FabricError> {
         self.timeout = self.timeout.or(environment.timeout);
         self.arena_bytes = self.arena_bytes.or(environment.arena_bytes);
+        self.node = self.node.or(environment.node);
+        self.link_timeout = self.link_timeout.or(environment.link_timeout);
         self.with_ticket(environment.rank, environment.world_size, &environment.ticket)
     }
 
@@ -133,18 +161,28 @@ impl Builder {
         self.with_ticket(rank, world_size, &ticket)
     }
 
-    /// Meets through a channel that the caller already has.
+    /// Meets through a channel that the caller already has. Ranks on different machines, or whose nodes have different
+    /// [names](Self::node), are on several nodes.
     ///
     /// # Errors
-    /// [`FabricError::Rendezvous`].
+    /// [`FabricError::Rendezvous`], [`FabricError::Engine`].
     pub fn by_exchange(
-        self,
+        mut self,
         rank: usize,
         world_size: usize,
         exchange: &mut dyn Exchange,
     ) -> Result<Communicator, FabricError> {
-        let ticket = exchange_ticket(exchange, rank)?;
-        self.with_ticket(rank, world_size, &ticket)
+        let machine = rendezvous::machine();
+        let parents = self.parent.as_ref().map(|parent| (parent.nodes(), parent.rank));
+        self.node = match &parents {
+            // A group is on the nodes of its world.
+            Some((nodes, rank)) => Some(nodes.name(nodes.of(*rank)).to_owned()),
+            None => self.node.or_else(rendezvous::node_by_environment),
+        };
+        let node = self.node.clone().unwrap_or_else(|| machine.clone());
+        let (ticket, is_spread) = rendezvous::exchange_ticket(exchange, rank, [node, machine])?;
+        let is_spread = is_spread && parents.is_none_or(|(nodes, _)| nodes.count() > 1);
+        self.join(rank, world_size, &ticket, is_spread.then_some(exchange))
     }
 
     /// Meets where the ticket says.
@@ -158,6 +196,20 @@ impl Builder {
         world_size: usize,
         ticket: &Ticket,
     ) -> Result<Communicator, FabricError> {
+        if let Some(parent) = &self.parent {
+            parent.check_carried("a group that meets by itself, and not by an exchange,")?;
+        }
+        self.join(rank, world_size, ticket, None)
+    }
+
+    /// Meets where the ticket says, or, where ranks are on several nodes of which the exchange tells, by the exchange.
+    fn join(
+        self,
+        rank: usize,
+        world_size: usize,
+        ticket: &Ticket,
+        mut exchange: Option<&mut dyn Exchange>,
+    ) -> Result<Communicator, FabricError> {
         let timeout = self.timeout.unwrap_or(Self::DEFAULT_TIMEOUT);
         let arena_bytes = self.arena_bytes.unwrap_or(Self::DEFAULT_ARENA_BYTES);
         let layout = Layout::new(world_size, arena_bytes).ok_or_else(|| {
@@ -165,7 +217,18 @@ impl Builder {
                 "{world_size} ranks with {arena_bytes} bytes each exceed the address space"
             ))
         })?;
+        let is_spread =
+            self.engine.is_some() || exchange.is_some() || matches!(ticket.address, Address::Tcp { .. });
+        let parents = self.parent.as_ref().and_then(|parent| parent.links.as_ref());
+        let given = self.engine.clone().or_else(|| parents.map(|links| links.progress().engine().clone()));
+        let open = || engine::open(rank, world_size).map_err(|error| error.to_string());
+        let engine = is_spread.then(|| given.map_or_else(open, Ok));
+        let address = |engine: &Result<Arc<dyn Engine>, String>| match engine {
+            Ok(engine) => Ok(engine.address().to_vec()),
+            Err(problem) => Err(problem.clone()),
+        };
         let card = Card {
+            place: engine.as_ref().map(|engine| Place::here(self.node.as_deref(), address(engine))),
             rank,
             world_size,
             pid: std::process::id(),
@@ -176,30 +239,86 @@ impl Builder {
         };
         let interrupted = || self.interrupt.as_ref().is_some_and(|interrupted| interrupted());
         let watch = || if interrupted() { Err(RendezvousError::Interrupted) } else { Ok(()) };
-        let meeting = rendezvous::meet(ticket, card, layout.total(), timeout, &watch)?;
-        let regions = Regions::new(meeting.memory, layout);
+        let bytes = layout.total();
+        let meeting = match &mut exchange {
+            Some(exchange) => rendezvous::meet_by_exchange(*exchange, ticket, card, bytes, timeout, &watch),
+            None if is_spread => rendezvous::meet_on_nodes(ticket, card, bytes, timeout, &watch),
+            None => rendezvous::meet(ticket, card, bytes, timeout, &watch),
+        }?;
+        let links = match (engine, meeting.key) {
+            (Some(Ok(engine)), Some(key)) => Some((engine, key)),
+            _ => None,
+        };
+        let regions = match links {
+            None => Regions::new(meeting.memory, layout),
+            Some(_) => Regions::on_node(meeting.memory, layout, meeting.nodes.clone(), rank),
+        };
         let group =
             places(self.parent.as_deref(), &meeting.cards).inspect_err(|_| regions.control(rank).depart())?;
+        let links = links.map(|(engine, key)| match (parents, &group) {
+            (Some(parents), Some(group)) => {
+                Ok(parents.of_group(key.number(), rank, group, meeting.nodes.clone(), regions.clone()))
+            }
+            _ => {
+                let progress = Progress::new(engine, self.link_timeout.unwrap_or(Progress::LINK_TIMEOUT))?;
+                connect(Arc::new(progress), key, rank, &meeting.nodes, &meeting.cards, &regions)
+            }
+        });
+        let links = links.transpose().inspect_err(|_| regions.control(rank).depart())?;
+        if let (Some(exchange), Some(_), Some(_)) = (exchange, &links, &group) {
+            // Before a rank sends, all have registered the group.
+            rendezvous::exchange_nothing(exchange).inspect_err(|_| regions.control(rank).depart())?;
+        }
         let health = match (&self.parent, group) {
             // The handles that came along are not kept: the parent has them.
             (Some(parent), Some(group)) => Health::of_group(rank, parent, &group),
             _ => {
                 let cards = meeting.cards.into_iter().zip(meeting.processes);
-                let peer = |(card, process): (Card, _)| Peer {
-                    process,
-                    id: card.process(),
-                    cores: card.cores.into(),
+                let nodes = meeting.nodes;
+                let peer = |(card, process): (Card, _)| {
+                    // Processes and cores of other machines have the same numbers as those of this one.
+                    let is_here = nodes.share_memory(rank, card.rank);
+                    let cores = if is_here { card.cores.clone() } else { Vec::new() };
+                    let remote = links.as_ref().filter(|_| !is_here).map(|links| Remote {
+                        progress: links.progress().clone(),
+                        number: card.rank,
+                        node: nodes.of(card.rank),
+                    });
+                    Peer { process, id: card.process().filter(|_| is_here), cores: cores.into(), remote }
                 };
                 Health::of_world(rank, cards.map(peer).collect())
             }
         };
-        let comm = Communicator::new(Endpoint::new(health, regions, timeout, self.interrupt));
+        let comm = Communicator::new(Endpoint::new(health, regions, timeout, self.interrupt, links));
         // A rank that died between joining and mapping the memory, or that joined and does nothing, is found now and not
         // by the first real call.
         let signature = Signature::new(Operation::Barrier);
         comm.own_rounds()?.exchange_within(timeout.min(PATIENCE), &signature)?;
+        if let Some(links) = &comm.endpoint().links {
+            links.progress().watch_all();
+        }
         Ok(comm)
     }
+}
+
+/// The links of a world's rank to the ranks of other nodes.
+fn connect(
+    progress: Arc<Progress>,
+    key: Key,
+    rank: usize,
+    nodes: &Nodes,
+    cards: &[Card],
+    regions: &Regions,
+) -> Result<Links, FabricError> {
+    for card in cards.iter().filter(|card| !nodes.share_memory(rank, card.rank)) {
+        let address = card.place.as_ref().and_then(|place| place.engine.as_deref().ok());
+        progress.engine().connect(card.rank, address.unwrap_or_default())?;
+    }
+    let peers = (0..cards.len()).collect();
+    let links = Links::new(progress.clone(), WORLD, rank, nodes.clone(), peers, regions.clone());
+    // What other ranks have sent by now waits in the engine for the key.
+    progress.engine().inbox().open(key);
+    Ok(links)
 }
 
 /// The ranks' numbers in the parent, if they have one.

@@ -52,6 +52,7 @@ impl Communicator {
     /// On every rank, if one has no socket or descriptor left: [`FabricError::InvalidArgument`] with the system's word;
     /// and if ranks are in different network namespaces. As [`barrier`](Self::barrier).
     pub fn exchange_descriptors(&self, mine: BorrowedFd<'_>) -> Result<Vec<OwnedFd>, FabricError> {
+        self.endpoint().check_one_node("exchange_descriptors")?;
         let peers: Vec<usize> = (0..self.world_size()).filter(|&rank| rank != self.rank()).collect();
         let own = mine.try_clone_to_owned().map_err(|e| unavailable(&e));
         let own = self.agree(PROBLEM, own)?;
@@ -80,7 +81,11 @@ impl Communicator {
         let mailboxes = self.exchange_objects(&mailbox)?;
         let mut post = Post::new(self.rank(), socket);
         post.address(mailboxes, to);
-        post.check_networks(0..self.world_size(), self.members())?;
+        // Only ranks of one node hand anything over.
+        let nodes = self.nodes();
+        for node in 0..nodes.count() {
+            post.check_networks(nodes.ranks(node).iter().copied(), self.members())?;
+        }
         let post = RefCell::new(post);
         self.deliver(&post, descriptor, from)?;
         // No rank closes its mailbox before it has taken all letters out of it.
@@ -113,7 +118,7 @@ impl Communicator {
                 .check(regions, operation, missing, start.elapsed(), self.endpoint.timeout())
                 .map(|()| false)
         };
-        while !look().inspect_err(|error| health.report(regions, error))? {
+        while !look().inspect_err(|error| self.endpoint().report(error))? {
             let post = post.borrow();
             let mut events = [PollFd::new(&post.socket, PollFlags::IN)];
             let _ = poll(&mut events, Some(&LOOK)); // whatever it says, we look

@@ -18,7 +18,7 @@ use std::{
 };
 
 use crate::{
-    FabricError, Members, Operation, Signature,
+    FabricError, Members, Nodes, Operation, Signature, Written,
     endpoint::{Endpoint, Presence},
     signal::rounds::Rounds,
     symmetric::Allocator,
@@ -154,7 +154,7 @@ impl Communicator {
     /// [`PeerLost`](FabricError::PeerLost), [`Timeout`](FabricError::Timeout),
     /// [`Mismatch`](FabricError::Mismatch), [`Aborted`](FabricError::Aborted), [`Failed`](FabricError::Failed).
     pub fn barrier(&self) -> Result<(), FabricError> {
-        self.own_rounds()?.exchange(&Signature::new(Operation::Barrier))
+        self.own_rounds()?.exchange(&Signature::new(Operation::Barrier), Written::nothing(0))
     }
 
     /// Does `work`, which is part of a call of this signature: errors name this call instead of its parts.
@@ -185,6 +185,25 @@ impl Communicator {
     /// The ranks of this communicator, as the world numbers them.
     pub fn members(&self) -> &Members {
         self.endpoint.health.members()
+    }
+
+    /// The nodes of the ranks: which of them share a memory.
+    pub fn nodes(&self) -> Nodes {
+        self.endpoint.nodes()
+    }
+
+    /// Fails unless all ranks share one memory, which `what` needs.
+    ///
+    /// # Errors
+    /// [`FabricError::InvalidArgument`] that names the ranks of other nodes.
+    pub fn check_one_node(&self, what: &str) -> Result<(), FabricError> {
+        self.endpoint.check_one_node(what)
+    }
+
+    /// The nodes of the ranks, if there are several.
+    #[inline]
+    pub fn several_nodes(&self) -> Option<&Nodes> {
+        self.endpoint.links.as_ref().map(|links| links.nodes())
     }
 
     pub(crate) fn endpoint(&self) -> &Arc<Endpoint> {

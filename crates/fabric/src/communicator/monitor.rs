@@ -69,7 +69,7 @@ impl Monitor {
     /// });
     /// ```
     pub fn abort(&self) {
-        self.endpoint().health.abort(&self.endpoint().regions);
+        self.endpoint().report(&self.endpoint().health.aborted_here());
     }
 
     fn endpoint(&self) -> &Endpoint {
@@ -168,7 +168,7 @@ impl Monitor {
 
     /// Makes the communicator unusable because of something that went wrong elsewhere, and lets the peers know.
     pub fn report(&self, error: &FabricError) {
-        self.endpoint().health.report(&self.endpoint().regions, error);
+        self.endpoint().report(error);
     }
 }
 

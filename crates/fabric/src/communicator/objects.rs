@@ -3,7 +3,7 @@
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::Communicator;
-use crate::{FabricError, Operation, Signature, signal::rounds::Rounds};
+use crate::{FabricError, Operation, Signature, Written, signal::rounds::Rounds};
 
 impl Communicator {
     /// Gives every rank the bytes of all ranks, in rank order. Lengths may differ.
@@ -21,7 +21,7 @@ impl Communicator {
             let own = &mine[part(mine.len())];
             // SAFETY: a part is at most CAPACITY long, which is what both ends pass as the length.
             unsafe { rounds.outbox(Rounds::CAPACITY).copy_from_nonoverlapping(own.as_ptr(), own.len()) };
-            rounds.exchange(&signature)?;
+            rounds.exchange(&signature, Written::nothing(Rounds::CAPACITY).and(0..own.len()))?;
             for (rank, bytes) in all.iter_mut().enumerate() {
                 // SAFETY: the rank has put its part there, as long as the length it announced says.
                 let theirs = unsafe {
@@ -82,7 +82,7 @@ fn exchange_lengths(
     const LEN: usize = size_of::<u64>();
     // SAFETY: an outbox for 8 bytes; heads and bodies are aligned to 8.
     unsafe { rounds.outbox(LEN).cast::<u64>().write_unaligned(mine as u64) };
-    rounds.exchange(signature)?;
+    rounds.exchange(signature, Written::all(LEN))?;
     let length = |rank| {
         // SAFETY: the rank has written 8 bytes there.
         unsafe { rounds.inbox(rank, LEN).cast::<u64>().read_unaligned() as usize }

@@ -62,6 +62,7 @@ impl Communicator {
     pub fn shrink(&self) -> Result<Self, FabricError> {
         self.check_foreground("shrink")?;
         let endpoint = self.endpoint();
+        endpoint.check_carried("shrink")?;
         let attempts = match notice(endpoint, endpoint.rank).progress() {
             Some(Progress { step: Step::GaveUp, .. }) => return Err(gave_up(endpoint, endpoint.rank)),
             Some(Progress { attempt, .. }) => attempt + 1..,
@@ -130,6 +131,7 @@ impl<'a> Survivor<'a> {
             regions,
             endpoint.timeout(),
             endpoint.interrupt.clone(),
+            None,
         ));
         tell(endpoint, Progress { attempt, step: Step::Ready });
         let unready = || group.iter().copied().filter(|&rank| !self.is_ready(rank, attempt)).collect();

@@ -9,6 +9,8 @@ use crate::{
     FabricError,
     endpoint::{Endpoint, Health},
     layout::{Layout, Regions},
+    links::Links,
+    rendezvous::random_word,
 };
 
 impl Communicator {
@@ -32,36 +34,79 @@ impl Communicator {
     /// [`FabricError::Device`] when a rank cannot have the memory or a descriptor, [`FabricError::InvalidArgument`] that
     /// names it elsewhere (and the communicator stays usable); as [`barrier`](Self::barrier).
     pub fn split(&self, color: Option<u64>, key: i64) -> Result<Option<Self>, FabricError> {
-        let choices = self.exchange_objects(&(color, key))?;
+        let choices = self.exchange_objects(&(color, key, random_word()))?;
         let is_ours = |rank: &usize| color.is_some() && choices[*rank].0 == color;
         let mut group: Vec<usize> = (0..choices.len()).filter(is_ours).collect();
         group.sort_by_key(|&rank| (choices[rank].1, rank));
-        let Some((memory, layout)) = self.share_in_group(&group)? else { return Ok(None) };
+        // The first rank's random word is the number of the group, where it needs one.
+        let number = group.first().map_or(0, |&first| choices[first].2);
+        let Some((regions, links)) = self.share_in_group(&group, number)? else { return Ok(None) };
         let rank = group.iter().position(|&rank| rank == self.rank()).expect("a rank is in its group");
         let parent = self.endpoint();
         Ok(Some(Self::new(Endpoint::new(
             Health::of_group(rank, parent, &group),
-            Regions::new(memory, layout),
+            regions,
             parent.timeout(),
             parent.interrupt.clone(),
+            links,
         ))))
     }
 
-    /// Memory that the ranks of each group share, made by the first of it; a rank whose `group` is empty gets none.
-    fn share_in_group(&self, group: &[usize]) -> Result<Option<(SharedMemory, Layout)>, FabricError> {
-        let leads = group.first() == Some(&self.rank());
-        let layout = Layout::new(group.len(), self.endpoint().regions.layout().arena_bytes);
+    /// The ranks of this rank's node, in the order in which they are here; every rank calls it. What needs one memory works there.
+    ///
+    /// # Errors
+    /// As [`split`](Self::split).
+    pub fn node_group(&self) -> Result<Self, FabricError> {
+        let nodes = self.nodes();
+        let group = self.split(Some(nodes.of(self.rank()) as u64), 0)?;
+        Ok(group.expect("every rank is on a node"))
+    }
+
+    /// The ranks that have this rank's place on their nodes, one of each node that has so many; every rank calls it.
+    ///
+    /// # Errors
+    /// As [`split`](Self::split).
+    pub fn rail_group(&self) -> Result<Self, FabricError> {
+        let nodes = self.nodes();
+        let group = self.split(Some(nodes.rank_in_node(self.rank()) as u64), 0)?;
+        Ok(group.expect("every rank has a place on its node"))
+    }
+
+    /// Memory that the ranks of each group share on each node, made by the first of them there, and the group's links between nodes; a rank whose
+    /// `group` is empty gets none.
+    fn share_in_group(
+        &self,
+        group: &[usize],
+        number: u64,
+    ) -> Result<Option<(Regions, Option<Links>)>, FabricError> {
+        let parent = self.endpoint();
+        let nodes = parent.nodes();
+        let is_here = |rank: &usize| nodes.share_memory(*rank, self.rank());
+        let mates: Vec<usize> = group.iter().copied().filter(is_here).collect();
+        let leads = mates.first() == Some(&self.rank());
+        let layout = Layout::new(group.len(), parent.regions.layout().arena_bytes);
         let layout = layout.expect("a group needs no more than its world");
         let made = leads.then(|| SharedMemory::create(layout.total())).transpose();
         let made = self.agree("has no memory for its group", made.map_err(FabricError::from))?;
-        let (to, from) = if leads { (&group[1..], &[][..]) } else { (&[][..], &group[..group.len().min(1)]) };
+        let (to, from) = if leads { (&mates[1..], &[][..]) } else { (&[][..], &mates[..mates.len().min(1)]) };
         let descriptor = made.as_ref().map(|(_, descriptor)| descriptor.as_fd());
         let received = self.hand_over(descriptor, to, from)?.pop();
         let mapped = match made {
             Some((memory, _)) => Ok(Some(memory)),
             None => received.map(|descriptor| SharedMemory::from_fd(descriptor, layout.total())).transpose(),
         };
-        let memory = self.agree("cannot map its group's memory", mapped.map_err(FabricError::from))?;
-        Ok(memory.map(|memory| (memory, layout)))
+        let with_links = |memory: SharedMemory| {
+            let nodes = nodes.of_group(group);
+            let Some(links) = parent.links.as_ref().filter(|_| nodes.count() > 1) else {
+                return (Regions::new(memory, layout), None);
+            };
+            let rank = group.iter().position(|&rank| rank == self.rank()).expect("a rank is in its group");
+            let regions = Regions::on_node(memory, layout, nodes.clone(), rank);
+            let links = links.of_group(number, rank, group, nodes, regions.clone());
+            (regions, Some(links))
+        };
+        let mapped = mapped.map(|memory| memory.map(with_links)).map_err(FabricError::from);
+        // When all have agreed, all are ready for messages of the group.
+        self.agree("cannot map its group's memory", mapped)
     }
 }

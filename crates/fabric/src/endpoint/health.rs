@@ -24,8 +24,10 @@ use super::Endpoint;
 use super::witness::Witness;
 use crate::{
     FabricError, Members, Signature,
+    engine::{Lost, Progress},
     error::Loss,
     layout::{LANES, Regions},
+    links::Word,
 };
 
 /// Watches the peers of one rank.
@@ -50,6 +52,31 @@ pub(crate) struct Peer {
     pub(crate) id: Option<(u32, u64)>,
     /// The cores it may run on.
     pub(crate) cores: Arc<[u32]>,
+    /// The connection to it, if it is on another node.
+    pub(crate) remote: Option<Remote>,
+}
+
+/// The connection to a rank on another node.
+#[derive(Clone)]
+pub(crate) struct Remote {
+    pub(crate) progress: Arc<Progress>,
+    /// The engine's number of the rank.
+    pub(crate) number: usize,
+    pub(crate) node: usize,
+}
+
+impl Peer {
+    /// How the process of this rank was lost, if it was.
+    fn loss(&self) -> Option<Loss> {
+        if self.process.as_ref().is_some_and(|process| process.has_ended()) {
+            return Some(Loss::ProcessEnded);
+        }
+        let Remote { progress, number, node } = self.remote.as_ref()?;
+        Some(match progress.lost(*number)? {
+            Lost::Reset => Loss::ProcessEnded,
+            Lost::Unreachable => Loss::Unreachable { node: *node },
+        })
+    }
 }
 
 /// The reason in a control block: the event in the upper half, the rank that it concerns (by its world number) in the lower.
@@ -149,7 +176,8 @@ impl Health {
                     self.peers.len()
                 ));
             };
-            if id != peer.id {
+            // Processes of other machines have numbers of their own.
+            if peer.remote.is_none() && id != peer.id {
                 return Err(format!(
                     "rank {member} is rank {rank} of its parent, which is another process of this one's"
                 ));
@@ -196,7 +224,7 @@ impl Health {
     ) -> Result<(), FabricError> {
         // A message that a rank sent before it ended still counts, so the check looks once more for a rank that seems lost. Crashes
         // come first: ranks that left because of a crash, in another group perhaps, are not to blame.
-        let crashed = |rank| self.has_crashed(regions, rank).then_some(Loss::ProcessEnded);
+        let crashed = |rank| self.crash(regions, rank);
         let reported = |rank| self.who_lost(regions, rank).map(|by| Loss::Reported { by });
         for rank in missing() {
             let how = crashed(rank).or_else(|| reported(rank));
@@ -263,9 +291,9 @@ impl Health {
         FabricError::AbortCalled { operation, by, members: self.members.clone() }
     }
 
-    /// Ends all waits of this communicator, of this rank and of the others, unless it has failed before.
-    pub(crate) fn abort(&self, regions: &Regions) {
-        self.report(regions, &self.aborted_by(None, self.rank));
+    /// The error of this rank when its program calls abort.
+    pub(crate) fn aborted_here(&self) -> FabricError {
+        self.aborted_by(None, self.rank)
     }
 
     /// The error when the deadline has passed.
@@ -300,18 +328,21 @@ impl Health {
 
     /// Whether nothing will ever come from a rank again. (A rank that a broken process made up is not gone.)
     pub(crate) fn is_gone(&self, regions: &Regions, rank: usize) -> bool {
-        rank < self.peers.len() && (regions.control(rank).has_departed() || self.has_ended(rank))
+        rank < self.peers.len()
+            && (regions.control(rank).has_departed() || self.loss(regions, rank).is_some())
     }
 
-    fn has_ended(&self, rank: usize) -> bool {
-        self.peers[rank].process.as_ref().is_some_and(|process| process.has_ended())
+    /// How the process of a rank was lost, if it was. One that has said that it leaves is waited for until that counts: what it sent before
+    /// may still be under way.
+    fn loss(&self, regions: &Regions, rank: usize) -> Option<Loss> {
+        self.peers[rank].loss().filter(|_| !regions.is_leaving(rank))
     }
 
-    /// Whether the process of a rank ended without a word.
-    fn has_crashed(&self, regions: &Regions, rank: usize) -> bool {
+    /// How a rank was lost, if that was without a word of it.
+    fn crash(&self, regions: &Regions, rank: usize) -> Option<Loss> {
         let silent = || !regions.control(rank).has_departed() && self.reason(regions, rank).is_none();
         // It may have said something just before it ended.
-        silent() && self.has_ended(rank) && silent()
+        silent().then(|| self.loss(regions, rank)).flatten().filter(|_| silent())
     }
 
     /// The rank that has noticed that a rank is lost, which may know more.
@@ -371,12 +402,13 @@ impl Health {
     /// spreads. (One that gave up later than what is awaited of it is not asked: that has arrived.)
     fn why_lost(&self, regions: &Regions, operation: Signature, by: usize) -> Option<FabricError> {
         let left = regions.control(by).has_departed();
-        let gone = left || self.has_ended(by);
-        let how = if left { Loss::Left } else { Loss::ProcessEnded };
+        let how = if left { Some(Loss::Left) } else { self.loss(regions, by) };
         match self.reason(regions, by) {
-            None => gone.then(|| self.lost(by, operation, how)),
+            None => how.map(|how| self.lost(by, operation, how)),
             // Our own deadline will name all ranks that this rank misses.
-            Some(Fault::TimedOut(rank)) if rank != self.members.world_rank(self.rank) && !gone => None,
+            Some(Fault::TimedOut(rank)) if rank != self.members.world_rank(self.rank) && how.is_none() => {
+                None
+            }
             Some(fault) => Some(self.explain(operation, by, fault)),
         }
     }
@@ -410,35 +442,36 @@ impl Health {
         self.aborted(operation, by, reason)
     }
 
-    /// Makes this communicator unusable, and leaves the reason for all to see. Only the first error counts: others
-    /// are its consequences.
-    pub(crate) fn report(&self, regions: &Regions, error: &FabricError) {
-        if self.first.set(Arc::new(error.clone())).is_ok() {
-            // A rank that gives up because a peer gave up passes the peer's reason on.
-            let fault = match error {
-                FabricError::Aborted { by, .. } => self.reason(regions, *by),
-                _ => None,
-            };
-            let fault = fault.unwrap_or(Fault::of(error));
-            regions.control(self.rank).fault.0.store(fault.encode(), Ordering::Release);
-            self.tell_world(fault);
-            self.wake_all(regions);
-        }
+    /// Makes this communicator unusable, and leaves the reason for all of this node to see; the word that says it. Only the first
+    /// error counts: others are its consequences.
+    pub(super) fn report(&self, regions: &Regions, error: &FabricError) -> Option<u64> {
+        self.first.set(Arc::new(error.clone())).ok()?;
+        // A rank that gives up because a peer gave up passes the peer's reason on.
+        let fault = match error {
+            FabricError::Aborted { by, .. } => self.reason(regions, *by),
+            _ => None,
+        };
+        let fault = fault.unwrap_or(Fault::of(error));
+        regions.control(self.rank).say_fault(fault.encode());
+        self.tell_world(fault);
+        self.wake_all(regions);
+        Some(fault.encode())
     }
 
     /// Leaves the reason why this rank gave up in a group, for ranks that will wait for it elsewhere. A rank that is lost
     /// explains more than what comes after it.
     fn tell_world(&self, fault: Fault) {
         let Some(world) = &self.world else { return };
-        let word = &world.regions.control(world.rank).fault_in_group.0;
-        let told = Fault::decode(word.load(Ordering::Acquire));
+        let control = world.regions.control(world.rank);
+        let told = Fault::decode(control.fault_in_group.0.load(Ordering::Acquire));
         if !matches!(told, Some(Fault::Lost(lost)) if world.health.is_gone(&world.regions, lost)) {
-            word.store(fault.encode(), Ordering::Release);
+            control.say_fault_in_group(fault.encode());
+            world.tell(Word::FaultInGroup(fault.encode()));
         }
     }
 
-    /// Says that this rank is gone for good.
-    pub(crate) fn depart(&self, regions: &Regions) {
+    /// Says to this node that this rank is gone for good.
+    pub(super) fn depart(&self, regions: &Regions) {
         regions.control(self.rank).depart();
         self.wake_all(regions);
     }

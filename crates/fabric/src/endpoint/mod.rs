@@ -7,13 +7,17 @@ mod witness;
 use std::{sync::Arc, time::Duration};
 
 use antiphon_device::{
-    host::wait::Patience,
+    host::wait::{Doorbell, Patience, wait_for},
     sync::{AtomicU64, Ordering},
 };
 
-use crate::{FabricError, Signature, layout::Regions};
+use crate::{
+    FabricError, Nodes, Signature,
+    layout::Regions,
+    links::{Links, Word},
+};
 
-pub(crate) use health::{Health, Peer};
+pub(crate) use health::{Health, Peer, Remote};
 
 /// One rank's end of a world: its number, the mapped memory, the state of its peers and the rules of a wait.
 ///
@@ -27,6 +31,8 @@ pub(crate) struct Endpoint {
     pub(crate) health: Health,
     pub(crate) regions: Regions,
     pub(crate) interrupt: Option<Interrupt>,
+    /// The way to the ranks of other nodes, if there are any.
+    pub(crate) links: Option<Links>,
     /// Where others of this machine read what this rank waits for.
     #[cfg(not(loom))]
     pub(crate) entry: crate::job::Entry,
@@ -41,9 +47,12 @@ impl Endpoint {
         regions: Regions,
         timeout: Duration,
         interrupt: Option<Interrupt>,
+        links: Option<Links>,
     ) -> Self {
         let (rank, world_size) = (health.rank(), regions.layout().world_size);
-        let patience = Patience::for_ranks(world_size, health.count_cores());
+        let local =
+            links.as_ref().map_or(world_size, |links| links.nodes().ranks(links.nodes().of(rank)).len());
+        let patience = Patience::for_ranks(local, health.count_cores());
         let timeout = AtomicU64::new(nanoseconds(timeout));
         #[cfg(not(loom))]
         antiphon_device::host::signal::count_sigusr1();
@@ -57,6 +66,70 @@ impl Endpoint {
             health,
             regions,
             interrupt,
+            links,
+        }
+    }
+
+    /// The nodes of its ranks.
+    pub(crate) fn nodes(&self) -> Nodes {
+        self.links.as_ref().map_or_else(|| Nodes::one(self.world_size), |links| links.nodes().clone())
+    }
+
+    /// Fails unless all ranks share one memory, which `what` needs.
+    pub(crate) fn check_one_node(&self, what: &str) -> Result<(), FabricError> {
+        self.links.as_ref().map_or(Ok(()), |links| links.nodes().check_one(self.rank, what))
+    }
+
+    /// Fails unless all ranks share one memory: `what` does not cross nodes yet.
+    pub(crate) fn check_carried(&self, what: &str) -> Result<(), FabricError> {
+        self.links.as_ref().map_or(Ok(()), |links| links.nodes().check_carried(what))
+    }
+
+    /// Moves messages between nodes, if there are any.
+    pub(crate) fn poll(&self) {
+        if let Some(links) = &self.links {
+            links.poll();
+        }
+    }
+
+    /// Waits at a bell of this rank until `ready` returns something; see [`wait_for`].
+    #[inline]
+    pub(crate) fn wait_for<T, E>(
+        &self,
+        bell: &Doorbell,
+        patience: Patience,
+        ready: impl FnMut() -> Option<T>,
+        check: impl FnMut(Duration) -> Result<(), E>,
+    ) -> Result<T, E> {
+        match &self.links {
+            None => wait_for(bell, patience, ready, check),
+            Some(links) => links.wait_for(bell, patience, ready, check),
+        }
+    }
+
+    /// Makes the communicator unusable because of `error`, and leaves the reason for all to see, unless it has failed before.
+    pub(crate) fn report(&self, error: &FabricError) {
+        if let Some(fault) = self.health.report(&self.regions, error) {
+            self.tell(Word::Fault(fault));
+        }
+    }
+
+    /// Says that this rank is gone for good.
+    pub(crate) fn depart(&self) {
+        self.health.depart(&self.regions);
+        self.tell(Word::Departed);
+    }
+
+    /// Marks a round in which this rank gave up, after it has [reported](Self::report) why.
+    pub(crate) fn give_up(&self, lane: usize, round: u64) {
+        self.regions.given_up(lane).mark(round);
+        self.tell(Word::GivenUp { lane, round });
+    }
+
+    /// Tells the ranks of other nodes what this rank has written for the ranks of its own.
+    pub(crate) fn tell(&self, word: Word) {
+        if let Some(links) = &self.links {
+            links.tell(word);
         }
     }
 
@@ -117,7 +190,7 @@ impl Drop for Presence {
     fn drop(&mut self) {
         // A forked child inherits the value but not the part that it stands for.
         if self.1 == std::process::id() {
-            self.0.health.depart(&self.0.regions);
+            self.0.depart();
         }
     }
 }

@@ -36,6 +36,9 @@ impl Witness<'_> {
     }
 
     fn activity(&self, rank: usize) -> String {
+        if self.regions.is_elsewhere(rank) {
+            return "is on another node".to_owned();
+        }
         let process = (self.pid)(rank).and_then(process::activity);
         if let Some(stopped) = process.filter(|doing| doing.contains("stopped") || doing.contains("ended")) {
             return stopped.to_owned();

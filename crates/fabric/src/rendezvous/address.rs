@@ -1,8 +1,10 @@
-//! Where ranks meet: the name of a Unix socket.
+//! Where ranks meet: the name of a Unix socket, or a TCP port.
 
 use std::{
+    io::ErrorKind,
+    net::{Ipv4Addr, Ipv6Addr, TcpListener, TcpStream, ToSocketAddrs},
     os::{
-        fd::{AsRawFd, OwnedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         linux::net::SocketAddrExt,
         unix::{
             fs::{FileTypeExt, MetadataExt},
@@ -10,6 +12,7 @@ use std::{
         },
     },
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use rustix::{
@@ -32,21 +35,66 @@ pub enum Address {
     /// A path in a file system, which ranks in different containers can share. The file is removed when all ranks
     /// have met, and reclaimed if an earlier run was killed before it could.
     Path(PathBuf),
+    /// A port of rank 0's machine, for ranks on several machines. Only what ranks tell each other of themselves goes through it; the
+    /// ranks of each node then meet by themselves, to share memory.
+    Tcp {
+        /// The name of the machine, or its address (IPv4 or IPv6).
+        host: String,
+        /// The port.
+        port: u16,
+    },
 }
+
+/// How long an attempt to connect to another machine may take.
+const CONNECT_TIME: Duration = Duration::from_millis(500);
 
 impl std::fmt::Display for Address {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Abstract(name) => write!(f, "@{name}"),
             Self::Path(path) => path.display().fmt(f),
+            Self::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
+            Self::Tcp { host, port } => write!(f, "{host}:{port}"),
         }
     }
 }
 
 /// The listening socket; its file, if it has one, is removed on drop.
 pub(super) struct Listener {
-    pub(super) socket: UnixListener,
+    socket: Socket,
     file: Option<PathBuf>,
+}
+
+enum Socket {
+    Unix(UnixListener),
+    Tcp(TcpListener),
+}
+
+impl Listener {
+    /// The next connection, without waiting for one.
+    pub(super) fn accept(&self) -> std::io::Result<OwnedFd> {
+        match &self.socket {
+            Socket::Unix(socket) => socket.accept().and_then(|(socket, _)| {
+                socket.set_nonblocking(true)?;
+                Ok(socket.into())
+            }),
+            Socket::Tcp(socket) => socket.accept().and_then(|(socket, _)| prepare(socket)),
+        }
+    }
+
+    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
+        match &self.socket {
+            Socket::Unix(socket) => socket.as_fd(),
+            Socket::Tcp(socket) => socket.as_fd(),
+        }
+    }
+}
+
+/// A connection over TCP that does not block, and sends small frames at once.
+fn prepare(socket: TcpStream) -> std::io::Result<OwnedFd> {
+    socket.set_nonblocking(true)?;
+    socket.set_nodelay(true)?;
+    Ok(socket.into())
 }
 
 impl Drop for Listener {
@@ -91,22 +139,24 @@ impl Address {
     /// Opens the socket for the others; `None` while another process still listens there.
     pub(super) fn listen(&self) -> Result<Option<Listener>, RendezvousError> {
         let failed = |source| self.failed(source);
+        let unix = |socket: UnixListener| {
+            socket.set_nonblocking(true)?;
+            Ok(Socket::Unix(socket))
+        };
         let (bound, file) = match self {
             Self::Abstract(name) => {
                 let address = SocketAddr::from_abstract_name(name).map_err(failed)?;
-                (UnixListener::bind_addr(&address), None)
+                (UnixListener::bind_addr(&address).and_then(unix), None)
             }
             Self::Path(path) => {
                 self.reclaim(path);
-                (bind_for_this_user(path).map_err(Into::into), Some(path.clone()))
+                (bind_for_this_user(path).map_err(Into::into).and_then(unix), Some(path.clone()))
             }
+            Self::Tcp { port, .. } => (listen_everywhere(*port).map(Socket::Tcp), None),
         };
         match bound {
-            Ok(socket) => {
-                socket.set_nonblocking(true).map_err(failed)?;
-                Ok(Some(Listener { socket, file }))
-            }
-            Err(e) if e.kind() == std::io::ErrorKind::AddrInUse => Ok(None),
+            Ok(socket) => Ok(Some(Listener { socket, file })),
+            Err(e) if e.kind() == ErrorKind::AddrInUse => Ok(None),
             Err(e) => Err(failed(e)),
         }
     }
@@ -120,6 +170,9 @@ impl Address {
 
     /// Connects without blocking: `None` while no process listens or the queue is full.
     pub(super) fn connect(&self) -> Result<Option<OwnedFd>, RendezvousError> {
+        if let Self::Tcp { host, port } = self {
+            return connect_tcp(host, *port).map_err(|e| self.failed(e));
+        }
         match self.try_connect() {
             Ok(socket) => Ok(Some(socket)),
             Err(Errno::CONNREFUSED | Errno::NOENT | Errno::AGAIN) => Ok(None),
@@ -134,10 +187,34 @@ impl Address {
         let address = match self {
             Self::Abstract(name) => SocketAddrUnix::new_abstract_name(name.as_bytes()),
             Self::Path(path) => SocketAddrUnix::new(path),
+            Self::Tcp { .. } => Err(Errno::AFNOSUPPORT),
         }?;
         rustix::net::connect(&socket, &address)?;
         Ok(socket)
     }
+}
+
+/// Listens at a port of all addresses of this machine, of IPv6 and IPv4 where it has both.
+fn listen_everywhere(port: u16) -> std::io::Result<TcpListener> {
+    let listener = match TcpListener::bind((Ipv6Addr::UNSPECIFIED, port)) {
+        Err(e) if e.kind() != ErrorKind::AddrInUse => TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)),
+        bound => bound,
+    }?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+/// Connects to another machine; nothing while no process listens there, or while the name has no address yet.
+fn connect_tcp(host: &str, port: u16) -> std::io::Result<Option<OwnedFd>> {
+    let Ok(addresses) = (host, port).to_socket_addrs() else { return Ok(None) };
+    for address in addresses {
+        let Ok(socket) = TcpStream::connect_timeout(&address, CONNECT_TIME) else { continue };
+        // While no process listens, the kernel may connect a socket of this machine to itself.
+        if socket.local_addr()? != socket.peer_addr()? {
+            return prepare(socket).map(Some);
+        }
+    }
+    Ok(None)
 }
 
 /// Listens at a path with mode 0600, whatever the umask.

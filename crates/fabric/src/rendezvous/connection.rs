@@ -14,8 +14,8 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
     net::{
-        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-        SendAncillaryMessage, SendFlags,
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+        SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
     },
 };
 
@@ -58,8 +58,11 @@ impl Connection {
         Self { socket, received: Vec::new(), unsent: VecDeque::new(), limit, descriptors: Vec::new() }
     }
 
-    /// The user at the other end, if it is not this process's own (or cannot be known).
+    /// The user at the other end of a Unix socket, if it is not this process's own (or cannot be known). Other machines have other users.
     pub(super) fn other_user(&self) -> Option<u32> {
+        if rustix::net::sockopt::socket_domain(&self.socket) != Ok(AddressFamily::UNIX) {
+            return None;
+        }
         let peer = peer_credentials(self.socket.as_fd()).map_or(u32::MAX, |peer| peer.user);
         Some(peer).filter(|&user| user != rustix::process::geteuid().as_raw())
     }

@@ -9,10 +9,13 @@ use super::{Address, RendezvousError, Secret, Ticket, secret::fingerprint, user_
 /// | variable | meaning | if unset |
 /// | --- | --- | --- |
 /// | `RANK`, `WORLD_SIZE` | this rank, and the number of ranks | an error |
-/// | `LOCAL_WORLD_SIZE` | ranks on this machine; must equal `WORLD_SIZE` | `WORLD_SIZE` |
-/// | `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` | name the meeting place; no TCP port is opened | empty |
+/// | `LOCAL_WORLD_SIZE` | ranks on this machine: if there are more ranks, they are on several nodes | `WORLD_SIZE` |
+/// | `ANTIPHON_NODE` | the name of this rank's node, equal for ranks that share memory; the ranks are on several nodes then | `GROUP_RANK` |
+/// | `ANTIPHON_PORT` | the TCP port of `MASTER_ADDR` at which ranks on several nodes meet | `MASTER_PORT` + 1 |
+/// | `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` | name the meeting place; on one node no TCP port is opened | empty |
 /// | `ANTIPHON_RENDEZVOUS` | a path to meet at instead | an abstract socket |
-/// | `ANTIPHON_SECRET` | the secret that ranks prove to know | random, in the file `secret` of the user's cache folder; with `ANTIPHON_RENDEZVOUS`, any process of the same user that can open that path may join |
+/// | `ANTIPHON_SECRET` | the secret that ranks prove to know | random, in the file `secret` of the user's cache folder; with `ANTIPHON_RENDEZVOUS`, any process of the same user that can open that path may join. Ranks on several nodes need one |
+/// | `ANTIPHON_LINK_TIMEOUT` | seconds for which a rank on another node may give no sign of life | 10 |
 /// | `ANTIPHON_TIMEOUT` | seconds before a wait fails | 300 |
 /// | `ANTIPHON_ARENA_BYTES` | symmetric memory of each rank | 1 GiB |
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,6 +26,10 @@ pub struct Environment {
     pub world_size: usize,
     /// Where and with which secret to meet.
     pub ticket: Ticket,
+    /// The name of this rank's node, if ranks may be on several.
+    pub node: Option<String>,
+    /// `ANTIPHON_LINK_TIMEOUT`.
+    pub link_timeout: Option<Duration>,
     /// `ANTIPHON_TIMEOUT`.
     pub timeout: Option<Duration>,
     /// `ANTIPHON_ARENA_BYTES`.
@@ -33,7 +40,7 @@ impl Environment {
     /// Reads this process's environment.
     ///
     /// # Errors
-    /// [`RendezvousError::Environment`] that names the variable; [`RendezvousError::SeveralMachines`].
+    /// [`RendezvousError::Environment`] that names the variable.
     pub fn read() -> Result<Self, RendezvousError> {
         Self::from_lookup(|name| std::env::var(name).ok())
     }
@@ -90,13 +97,20 @@ impl Environment {
             return Err(RendezvousError::InvalidRank { rank, world_size });
         }
         let local = number(&lookup, "LOCAL_WORLD_SIZE")?.unwrap_or(world_size);
-        if local != world_size {
-            return Err(RendezvousError::SeveralMachines { local, world_size });
+        if local > world_size {
+            let problem = format!("{local} ranks on this machine are more than WORLD_SIZE, {world_size}");
+            return Err(RendezvousError::Environment { name: "LOCAL_WORLD_SIZE", problem });
         }
+        let node = given(&lookup, "ANTIPHON_NODE")
+            .or_else(|| given(&lookup, "GROUP_RANK").filter(|_| local < world_size));
+        let is_spread = world_size > 1 && (node.is_some() || local < world_size);
+        let ticket = if is_spread { ticket_over_tcp(&lookup) } else { ticket(&lookup, world_size, default) };
         Ok(Self {
             rank,
             world_size,
-            ticket: ticket(&lookup, world_size, default)?,
+            ticket: ticket?,
+            node: node.filter(|_| is_spread),
+            link_timeout: seconds(&lookup, "ANTIPHON_LINK_TIMEOUT")?,
             timeout: seconds(&lookup, "ANTIPHON_TIMEOUT")?,
             arena_bytes: number(&lookup, "ANTIPHON_ARENA_BYTES")?,
         })
@@ -148,6 +162,39 @@ fn ticket(
             secret: given.map_or_else(default, Ok)?,
         },
     })
+}
+
+/// The ticket of ranks on several nodes.
+fn ticket_over_tcp(lookup: Lookup<'_>) -> Result<Ticket, RendezvousError> {
+    let problem = |name, problem: &str| RendezvousError::Environment { name, problem: problem.into() };
+    if given(lookup, "ANTIPHON_RENDEZVOUS").is_some() {
+        return Err(problem("ANTIPHON_RENDEZVOUS", "ranks on several nodes do not meet at a path: unset it"));
+    }
+    let host = given(lookup, "MASTER_ADDR").ok_or_else(|| {
+        problem("MASTER_ADDR", "it is not set: on several nodes it names the machine of rank 0")
+    })?;
+    let name = "ANTIPHON_PORT";
+    let port = match (number(lookup, name)?, number(lookup, "MASTER_PORT")?) {
+        (Some(port), _) => port,
+        (None, Some(of_launcher)) => of_launcher.saturating_add(1),
+        (None, None) => return Err(problem(name, "neither it nor MASTER_PORT is set")),
+    };
+    let port = u16::try_from(port).ok().filter(|&port| port > 0);
+    let port = port.ok_or_else(|| problem(name, "it, or MASTER_PORT + 1, is no port (1 to 65535)"))?;
+    let secret = given(lookup, "ANTIPHON_SECRET").ok_or_else(|| {
+        problem("ANTIPHON_SECRET", "it is not set: set it to the same random text for the ranks of all nodes")
+    })?;
+    Ok(Ticket { address: Address::Tcp { host, port }, secret: Secret::new(secret) })
+}
+
+/// `ANTIPHON_NODE`.
+pub(crate) fn node_by_environment() -> Option<String> {
+    given(&|name| std::env::var(name).ok(), "ANTIPHON_NODE")
+}
+
+/// What a variable says, unless it is empty.
+fn given(lookup: Lookup<'_>, name: &'static str) -> Option<String> {
+    lookup(name).filter(|text| !text.is_empty())
 }
 
 fn required(lookup: Lookup<'_>, name: &'static str) -> Result<usize, RendezvousError> {
@@ -211,6 +258,37 @@ mod tests {
     }
 
     #[test]
+    fn ranks_on_several_nodes_meet_at_a_port_beside_the_launchers() {
+        let two = [("WORLD_SIZE", "16"), ("RANK", "9"), ("LOCAL_WORLD_SIZE", "8"), ("GROUP_RANK", "1")];
+        let message =
+            |more: &[(&'static str, &str)]| read(&[&two[..], more].concat()).unwrap_err().to_string();
+        let host = ("MASTER_ADDR", "::1");
+        let (port, secret) = (("MASTER_PORT", "29500"), ("ANTIPHON_SECRET", "s"));
+        assert!(message(&[]).contains("MASTER_ADDR"));
+        assert!(message(&[host, secret]).contains("ANTIPHON_PORT"));
+        assert!(message(&[host, port]).contains("ANTIPHON_SECRET: it is not set"));
+        assert!(message(&[host, secret, ("ANTIPHON_PORT", "65536")]).contains("65535"));
+        assert!(message(&[host, port, secret, ("ANTIPHON_RENDEZVOUS", "/meet")]).contains("unset it"));
+        let met = read(&[&two[..], &[host, port, secret]].concat()).unwrap();
+        assert_eq!(met.ticket.address, Address::Tcp { host: "::1".into(), port: 29501 });
+        assert_eq!(met.ticket.address.to_string(), "[::1]:29501");
+        assert_eq!((met.node.as_deref(), met.ticket.secret), (Some("1"), Secret::new("s")));
+        let named = [
+            ("WORLD_SIZE", "2"),
+            ("RANK", "0"),
+            ("ANTIPHON_NODE", "left"),
+            ("ANTIPHON_PORT", "7"),
+            host,
+            secret,
+        ];
+        let named = read(&named).unwrap();
+        assert_eq!(
+            (named.node.as_deref(), named.ticket.address.to_string().as_str()),
+            (Some("left"), "[::1]:7")
+        );
+    }
+
+    #[test]
     fn what_is_wrong_is_named() {
         let message = |variables: &[(&'static str, &str)]| read(variables).unwrap_err().to_string();
         assert!(message(&[("RANK", "0")]).contains("WORLD_SIZE"));
@@ -220,8 +298,9 @@ mod tests {
             message(&[("WORLD_SIZE", "2"), ("RANK", "2")]).contains("rank 2 is not below the world size 2")
         );
         assert!(message(&[("WORLD_SIZE", "0"), ("RANK", "0")]).contains("world size 0"));
-        let two_machines = [("WORLD_SIZE", "16"), ("RANK", "9"), ("LOCAL_WORLD_SIZE", "8")];
-        assert!(message(&two_machines).contains("8 of 16 ranks"));
+        assert!(
+            message(&[("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_WORLD_SIZE", "3")]).contains("3 ranks")
+        );
         let no_time = [("WORLD_SIZE", "2"), ("RANK", "0"), ("ANTIPHON_TIMEOUT", "-1")];
         assert!(message(&no_time).contains("ANTIPHON_TIMEOUT"));
     }

@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol; ranks of different versions refuse each other.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// The longest payload, in bytes: the cards of hundreds of ranks with hundreds of cores each.
 pub const MAX_PAYLOAD: usize = 1 << 20;
 
@@ -31,6 +31,19 @@ pub struct Card {
     pub arena_bytes: usize,
     /// Its rank in the communicator of which this one will be a group, if it is to be one.
     pub parent_rank: Option<usize>,
+    /// Where it is, if the ranks may be on several nodes.
+    pub place: Option<Place>,
+}
+
+/// Where a rank is, and how ranks on other nodes reach it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// The name of its node: ranks with equal names share a memory.
+    pub node: String,
+    /// What names its machine, and the network namespace there in which it is.
+    pub machine: String,
+    /// The address of its engine, or why it has none.
+    pub engine: Result<Vec<u8>, String>,
 }
 
 impl Card {
@@ -39,9 +52,10 @@ impl Card {
         Some((self.pid, self.pid_namespace)).filter(|_| self.pid_namespace != 0)
     }
 
-    /// Whether both ranks are threads of one process.
+    /// Whether both ranks are threads of one process. Numbers of processes mean nothing on another machine.
     pub(crate) fn is_of_process(&self, other: &Self) -> bool {
-        self.process().is_some() && self.process() == other.process()
+        let machine = |card: &Self| card.place.as_ref().map(|place| place.machine.clone());
+        self.process().is_some() && self.process() == other.process() && machine(self) == machine(other)
     }
 }
 
@@ -192,6 +206,7 @@ mod tests {
             cores: vec![0, 5],
             arena_bytes: 1 << 30,
             parent_rank: None,
+            place: Some(Place { node: "n".into(), machine: "m".into(), engine: Ok(vec![1, 2, 255]) }),
         }
     }
 

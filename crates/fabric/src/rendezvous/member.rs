@@ -10,7 +10,7 @@ use antiphon_device::host::{memory::SharedMemory, process::ProcessWatch};
 use rustix::io::Errno;
 
 use super::{
-    Address, Meeting, PATIENCE, RETRY, RendezvousError, TICK, Ticket, TurnedAway, Watch,
+    Address, Met, PATIENCE, RETRY, RendezvousError, TICK, Ticket, TurnedAway, Watch,
     connection::{Connection, Ended},
     frame::{Card, Frame},
     secret::random_hex,
@@ -19,17 +19,19 @@ use super::{
 /// How much longer than its own deadline a rank that has joined waits for rank 0's list of missing ranks.
 const GRACE: Duration = Duration::from_secs(1);
 
+/// Joins rank 0, which shares so many bytes of memory, or none.
 pub(super) fn join(
     ticket: &Ticket,
     card: Card,
-    bytes: usize,
+    bytes: Option<usize>,
     timeout: Duration,
     watch: Watch<'_>,
-) -> Result<Meeting, RendezvousError> {
+) -> Result<Met, RendezvousError> {
     let mut member = Member {
         watch,
         ticket,
         card: card.clone(),
+        shares: bytes.is_some(),
         start: Instant::now(),
         timeout,
         refused: None,
@@ -58,13 +60,16 @@ struct Welcome {
 }
 
 impl Welcome {
-    fn accept(self, bytes: usize) -> Result<Meeting, RendezvousError> {
+    fn accept(self, bytes: Option<usize>) -> Result<Met, RendezvousError> {
         let mut descriptors = self.descriptors.into_iter();
-        let memory = descriptors.next().expect("the memory comes with the welcome");
-        let memory = SharedMemory::from_fd(memory, bytes)?;
+        let mut map = |bytes| {
+            let memory = descriptors.next().expect("the memory comes with the welcome");
+            SharedMemory::from_fd(memory, bytes)
+        };
+        let memory = bytes.map(&mut map).transpose()?;
         let watches = descriptors.map(|handle| Arc::new(ProcessWatch::from(handle)));
         let handles = self.handles.into_iter().zip(watches).collect();
-        Ok(Meeting { processes: super::processes(&self.cards, handles), cards: self.cards, memory })
+        Ok(Met { processes: super::processes(&self.cards, handles), cards: self.cards, memory })
     }
 }
 
@@ -72,6 +77,8 @@ struct Member<'a> {
     watch: Watch<'a>,
     ticket: &'a Ticket,
     card: Card,
+    /// Whether rank 0 shares memory.
+    shares: bool,
     start: Instant,
     timeout: Duration,
     /// Since when it has been turned away for something that may pass.
@@ -115,7 +122,8 @@ impl Member<'_> {
                     theirs = Some(nonce);
                     let join = Frame::Join { card: self.card.clone(), nonce: mine.clone(), proof };
                     // Without a handle its peers notice its death by the deadline only.
-                    let handle = ProcessWatch::of_this_process().ok().map(|watch| Arc::new(watch) as _);
+                    let handle = ProcessWatch::of_this_process().ok().filter(|_| self.shares);
+                    let handle = handle.map(|watch| Arc::new(watch) as _);
                     if connection.send_with(&join, handle.as_slice()).is_err() {
                         return Ok(None);
                     }
@@ -148,7 +156,8 @@ impl Member<'_> {
                     let said = (&cards[..], &handles[..]);
                     let theirs = theirs.unwrap_or_default();
                     let descriptors = std::mem::take(&mut connection.descriptors);
-                    let whole = descriptors.len() > handles.len() && cards.len() == self.card.world_size;
+                    let whole = descriptors.len() >= handles.len() + usize::from(self.shares)
+                        && cards.len() == self.card.world_size;
                     return match self.ticket.secret.verify_welcome(&theirs, &mine, said, &proof) {
                         true if whole => Ok(Some(Welcome { cards, handles, descriptors })),
                         _ => Err(self.impostor("it does not know the secret".into())),
@@ -208,6 +217,7 @@ mod tests {
             cores: vec![0],
             arena_bytes: 4096,
             parent_rank: None,
+            place: None,
         };
         std::thread::scope(|scope| {
             let dying = scope.spawn(|| {
@@ -218,7 +228,7 @@ mod tests {
                 let proof = ticket.secret.prove_root(&challenge, &nonce);
                 guest.send(&Frame::Noted { proof }).unwrap();
             });
-            let joined = join(&ticket, card, 4096, Duration::from_secs(20), &|| Ok(()));
+            let joined = join(&ticket, card, Some(4096), Duration::from_secs(20), &|| Ok(()));
             assert!(matches!(joined, Err(RendezvousError::RootLost { .. })), "{:?}", joined.map(|_| ()));
             dying.join().unwrap();
         });

@@ -1,6 +1,6 @@
 //! The rendezvous, in which the ranks of a world find each other.
 //!
-//! Every rendezvous uses a [`Ticket`]: a socket's name and a secret. Rank 0 listens. The other ranks connect, prove that they
+//! Every rendezvous uses a [`Ticket`]: a socket's address and a secret. Rank 0 listens. The other ranks connect, prove that they
 //! know the secret, and identify themselves ([`Card`]). When all have joined, rank 0 sends each of them
 //! all cards and the descriptor of the shared memory, and closes the socket. The ticket has one of these sources:
 //!
@@ -11,6 +11,9 @@
 //! | [`Exchange`]: a caller's own channel (MPI, a torch process group, a key-value store) | random, made by rank 0 and passed to the others by the caller |
 //! | threads of one process ([`LocalWorld`](crate::LocalWorld)) | random |
 //!
+//! Ranks that may be on several nodes meet twice: all of them, over TCP or by the caller's exchange, to tell each other where they are
+//! ([`Place`]), and then those of each node, over a Unix socket, to share memory.
+//!
 //! Other peers may connect: processes without the secret, port scanners, clients that send nothing, even thousands of them.
 //! Rank 0 closes their connections, and they do not keep any rank from joining. It reads only from processes of the same user.
 
@@ -20,6 +23,7 @@ mod environment;
 mod exchange;
 pub mod frame;
 mod member;
+mod places;
 mod root;
 mod secret;
 mod strangers;
@@ -34,11 +38,15 @@ use antiphon_device::{
 
 use rustix::event::Timespec;
 
+use crate::nodes::Nodes;
+
 pub use address::Address;
 pub use environment::Environment;
+pub(crate) use environment::node_by_environment;
 pub use exchange::Exchange;
-pub(crate) use exchange::exchange_ticket;
-pub use frame::Card;
+pub(crate) use exchange::{exchange_nothing, exchange_ticket};
+pub use frame::{Card, Place};
+pub(crate) use places::{Meeting, machine, meet_by_exchange, meet_on_nodes};
 pub use secret::Secret;
 pub(crate) use secret::{random_hex, random_word};
 pub use strangers::TurnedAway;
@@ -181,15 +189,24 @@ pub enum RendezvousError {
         /// Its value.
         value: String,
     },
-    /// The ranks are on several machines.
+    /// Ranks of one node do not share a machine.
     #[error(
-        "{local} of {world_size} ranks are on this machine: the host backend connects ranks of one machine only"
+        "node {node:?} is on two machines: ranks {:?} are on {}, ranks {:?} on {} (ANTIPHON_NODE must differ between machines)",
+        .machines[0].1, .machines[0].0, .machines[1].1, .machines[1].0
     )]
-    SeveralMachines {
-        /// LOCAL_WORLD_SIZE.
-        local: usize,
-        /// WORLD_SIZE.
-        world_size: usize,
+    NodeOnTwoMachines {
+        /// The name of the node.
+        node: String,
+        /// Two of its machines, with the node's ranks there.
+        machines: Box<[(String, Vec<usize>); 2]>,
+    },
+    /// A rank cannot be reached from other nodes.
+    #[error("rank {rank} cannot be reached from other nodes: {problem}")]
+    NoEngine {
+        /// The rank.
+        rank: usize,
+        /// Why.
+        problem: String,
     },
     /// The caller's exchange failed, or carried something else.
     #[error("the caller's exchange: {0}")]
@@ -203,20 +220,20 @@ fn last_word(refusal: &Option<String>) -> String {
     refusal.as_ref().map_or(String::new(), |reason| format!(" (last answer: {reason})"))
 }
 
-/// What the rendezvous gives a rank.
-pub(crate) struct Meeting {
+/// What a meeting at one address gives a rank.
+struct Met {
     /// Of all ranks, in order.
-    pub(crate) cards: Vec<Card>,
+    cards: Vec<Card>,
     /// The processes of all ranks, where they are others than this one and can be watched.
-    pub(crate) processes: Vec<Option<Arc<ProcessWatch>>>,
-    /// Mapped by all ranks.
-    pub(crate) memory: SharedMemory,
+    processes: Vec<Option<Arc<ProcessWatch>>>,
+    /// Mapped by all ranks, if they were to share any.
+    memory: Option<SharedMemory>,
 }
 
 /// Asked now and then while ranks meet: an error ends the meeting.
 pub(crate) type Watch<'a> = &'a dyn Fn() -> Result<(), RendezvousError>;
 
-/// Meets the other ranks and shares `bytes` of memory with them.
+/// Meets the other ranks and shares `bytes` of memory with them, all of which are on one node.
 pub(crate) fn meet(
     ticket: &Ticket,
     card: Card,
@@ -224,12 +241,25 @@ pub(crate) fn meet(
     timeout: Duration,
     watch: Watch<'_>,
 ) -> Result<Meeting, RendezvousError> {
+    let Met { cards, processes, memory } = meet_at(ticket, card, Some(bytes), timeout, watch)?;
+    let memory = memory.expect("it was asked for");
+    Ok(Meeting { nodes: Nodes::one(cards.len()), cards, processes, memory, key: None })
+}
+
+/// Meets the other ranks at one address, and shares `bytes` of memory with them, if there are any to share.
+fn meet_at(
+    ticket: &Ticket,
+    card: Card,
+    bytes: Option<usize>,
+    timeout: Duration,
+    watch: Watch<'_>,
+) -> Result<Met, RendezvousError> {
     if card.rank >= card.world_size {
         return Err(RendezvousError::InvalidRank { rank: card.rank, world_size: card.world_size });
     }
     if card.world_size == 1 {
-        let (memory, _) = SharedMemory::create(bytes)?;
-        return Ok(Meeting { cards: vec![card], processes: vec![None], memory });
+        let memory = bytes.map(SharedMemory::create).transpose()?.map(|(memory, _)| memory);
+        return Ok(Met { cards: vec![card], processes: vec![None], memory });
     }
     ticket.address.check()?;
     if card.rank == 0 {

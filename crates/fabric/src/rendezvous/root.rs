@@ -10,7 +10,7 @@ use antiphon_device::host::{memory::SharedMemory, process::ProcessWatch};
 use rustix::event::{PollFd, PollFlags};
 
 use super::{
-    Meeting, PATIENCE, RETRY, RendezvousError, TICK, Ticket, Watch,
+    Met, PATIENCE, RETRY, RendezvousError, TICK, Ticket, Watch,
     address::Listener,
     connection::{Connection, Ended},
     frame::{Card, Frame, Nonce},
@@ -32,13 +32,14 @@ const ANSWER_TIME: Duration = Duration::from_millis(200);
 /// The longest time for which rank 0 tells the others that the meeting failed.
 const REFUSAL_TIME: Duration = Duration::from_secs(1);
 
+/// Awaits all ranks, and shares so many bytes of memory with them, or none.
 pub(super) fn await_all(
     ticket: &Ticket,
     card: Card,
-    bytes: usize,
+    bytes: Option<usize>,
     timeout: Duration,
     watch: Watch<'_>,
-) -> Result<Meeting, RendezvousError> {
+) -> Result<Met, RendezvousError> {
     let start = Instant::now();
     let world_size = card.world_size;
     let ranks = (0..world_size).map(|_| None).collect();
@@ -47,13 +48,14 @@ pub(super) fn await_all(
     let process = ProcessWatch::of_this_process().ok();
     server.ranks[0] = Some(JoinedRank { card, process: process.map(Arc::new) });
     let listener = server.open()?;
-    let gathered = server.gather(&listener, watch).and_then(|()| Ok(SharedMemory::create(bytes)?));
+    let gathered =
+        server.gather(&listener, watch).and_then(|()| Ok(bytes.map(SharedMemory::create).transpose()?));
     match gathered {
-        Ok((memory, descriptor)) => {
+        Ok(memory) => {
             // The address is free again before any rank is welcomed: a rank that goes on to its next meeting under the
             // same address cannot connect to this one.
             drop(listener);
-            server.welcome(memory, descriptor)
+            server.welcome(memory)
         }
         Err(error) => Err(server.give_up(listener, error)),
     }
@@ -181,9 +183,9 @@ impl Server<'_> {
         self.ranks.clear();
         let deadline = Instant::now() + linger;
         loop {
-            match listener.socket.accept() {
-                Ok((socket, _)) => {
-                    let mut connection = Connection::new(socket.into(), 0);
+            match listener.accept() {
+                Ok(socket) => {
+                    let mut connection = Connection::new(socket, 0);
                     if connection.other_user().is_none() {
                         let _ = connection.send(&refusal);
                     }
@@ -216,7 +218,7 @@ impl Server<'_> {
         if let Some(listener) = listener
             && self.unauthenticated() < MAX_UNAUTHENTICATED
         {
-            fds.push(PollFd::from_borrowed_fd(listener.socket.as_fd(), PollFlags::IN));
+            fds.push(PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN));
         }
         // Woken, interrupted or timed out: the caller looks at everything again.
         let _ = rustix::event::poll(&mut fds, Some(&TICK));
@@ -227,9 +229,8 @@ impl Server<'_> {
             if self.unauthenticated() >= MAX_UNAUTHENTICATED && !self.make_room() {
                 break;
             }
-            match listener.socket.accept() {
-                Ok((socket, _)) if socket.set_nonblocking(true).is_ok() => self.challenge(socket.into()),
-                Ok(_) => {}
+            match listener.accept() {
+                Ok(socket) => self.challenge(socket),
                 Err(error) if is_of_the_connection(&error) => break,
                 // Unauthenticated connections may have taken all descriptors, so one of them is closed. (Else the pending
                 // connection would stay ready, and this loop would spin.)
@@ -340,19 +341,21 @@ impl Server<'_> {
         }
     }
 
-    /// Sends every rank all cards, the memory and the handles of the other ranks' processes.
-    fn welcome(mut self, memory: SharedMemory, descriptor: OwnedFd) -> Result<Meeting, RendezvousError> {
+    /// Sends every rank all cards, and, where there is memory to share, that and the handles of the other ranks' processes.
+    fn welcome(mut self, memory: Option<(SharedMemory, OwnedFd)>) -> Result<Met, RendezvousError> {
         let joined: Vec<JoinedRank> =
             std::mem::take(&mut self.ranks).into_iter().map(|s| s.expect("all ranks have joined")).collect();
         let cards: Vec<Card> = joined.iter().map(|rank| rank.card.clone()).collect();
-        let descriptor: Arc<dyn AsFd> = Arc::new(descriptor);
+        let (memory, descriptor) = memory.unzip();
+        let descriptor: Option<Arc<dyn AsFd>> = descriptor.map(|descriptor| Arc::new(descriptor) as _);
         self.clients.retain_mut(|client| {
             let Some((rank, nonce)) = &client.joined else { return false };
-            let (ranks, handles): (Vec<usize>, Vec<_>) = handles_for(*rank, &joined).into_iter().unzip();
+            let handles = descriptor.as_ref().map_or(Vec::new(), |_| handles_for(*rank, &joined));
+            let (ranks, handles): (Vec<usize>, Vec<_>) = handles.into_iter().unzip();
             let proof = self.ticket.secret.prove_welcome(&client.nonce, nonce, (&cards, &ranks));
             let welcome = Frame::Welcome { cards: cards.clone(), handles: ranks, proof };
             let handles = handles.into_iter().map(|handle| handle as Arc<dyn AsFd>);
-            let descriptors: Vec<_> = std::iter::once(descriptor.clone()).chain(handles).collect();
+            let descriptors: Vec<_> = descriptor.iter().cloned().chain(handles).collect();
             // The first barrier reports a rank that has died since.
             client.connection.send_with(&welcome, &descriptors).is_ok()
         });
@@ -364,7 +367,7 @@ impl Server<'_> {
             return Err(self.missing(unsent, Some(what.into())));
         }
         let processes = super::processes(&cards, handles_for(0, &joined));
-        Ok(Meeting { cards, processes, memory })
+        Ok(Met { cards, processes, memory })
     }
 }
 

@@ -68,6 +68,12 @@ impl Secret {
         unhex(proof).is_some_and(|p| self.mac("welcome", theirs, mine, &said).verify_slice(&p).is_ok())
     }
 
+    /// A word that only the ranks know which have these cards, for a purpose.
+    pub(super) fn derive(&self, purpose: &str, cards: &[Card], number: usize) -> [u8; 32] {
+        let nonce = Nonce::new();
+        self.mac(purpose, &nonce, &nonce, &(cards, number)).finalize().into_bytes().into()
+    }
+
     /// Over the purpose, rank 0's nonce, the joiner's nonce and what is said, unambiguously serialised.
     fn mac(&self, purpose: &str, root: &Nonce, joiner: &Nonce, said: &impl serde::Serialize) -> Hmac<Sha256> {
         let message = serde_json::to_vec(&(purpose, root, joiner, said)).expect("plain data serialises");
@@ -91,7 +97,7 @@ pub(crate) fn random_word() -> u64 {
     u64::from_ne_bytes(bytes)
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
@@ -126,6 +132,7 @@ mod tests {
             cores: vec![],
             arena_bytes: 1,
             parent_rank: None,
+            place: None,
         };
         let (root, joiner) = (random_hex(), random_hex());
         let proof = secret.prove_join(&root, &joiner, &card);

@@ -1,6 +1,7 @@
 //! The payload by which ranks tell each other where their tensors lie in symmetric memory.
 
 use super::rounds::Rounds;
+use crate::Written;
 
 /// The offsets of `N` tensors of one rank in its arena, as the payload of a round. After the round every rank reaches the tensors
 /// through [`Rounds::arenas`].
@@ -37,11 +38,12 @@ impl<const N: usize> ArenaOffsets<N> {
         self.0.iter().all(|&offset| offset > 0)
     }
 
-    /// Makes these the payload of the next round.
+    /// Makes these the payload of the next round, which is posted with what this returns.
     #[inline]
-    pub fn put(self, rounds: &Rounds) {
+    pub fn put(self, rounds: &Rounds) -> Written {
         // SAFETY: the outbox has room for the payload.
-        unsafe { rounds.outbox(size_of::<Self>()).cast::<Self>().write_unaligned(self) }
+        unsafe { rounds.outbox(size_of::<Self>()).cast::<Self>().write_unaligned(self) };
+        Written::all(size_of::<Self>())
     }
 
     /// The offsets that a rank has posted in this round.

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use antiphon_device::host::wait::{Patience, wait_for};
+use antiphon_device::host::wait::Patience;
 use antiphon_device::sync::Mutex;
 
 use super::matching::{Incoming, Outgoing, Source};
@@ -198,7 +198,7 @@ impl Messages {
     /// Waits until the transfer is over. After an error it is cancelled.
     pub(crate) fn wait(&self, ticket: &Ticket) -> Result<(), FabricError> {
         let endpoint = &*self.endpoint;
-        let over = wait_for(
+        let over = endpoint.wait_for(
             &endpoint.regions.control(endpoint.rank).bells[MESSAGE_BELL].0,
             endpoint.patience,
             || match self.is_over(ticket) {
@@ -208,10 +208,13 @@ impl Messages {
             },
             |waited| {
                 let interrupted = endpoint.check_interrupt(ticket.signature);
-                interrupted.inspect_err(|error| endpoint.health.report(&endpoint.regions, error))?;
+                interrupted.inspect_err(|error| endpoint.report(error))?;
                 self.look_around(ticket, waited)
             },
         );
+        if let (Some(links), Route::To(peer)) = (&endpoint.links, ticket.route) {
+            links.leave_messages(peer);
+        }
         over.and_then(|result| result).inspect_err(|_| self.cancel(ticket))
     }
 
@@ -224,11 +227,12 @@ impl Messages {
         since: Instant,
     ) -> Result<bool, FabricError> {
         if limit.is_zero() {
+            self.endpoint.poll();
             // A caller that only polls must learn of a lost peer too.
             let over = self.is_over(ticket)?;
             return if over { Ok(true) } else { self.look_around(ticket, since.elapsed()).map(|()| false) };
         }
-        let over = wait_for(
+        let over = self.endpoint.wait_for(
             &self.endpoint.regions.control(self.endpoint.rank).bells[MESSAGE_BELL].0,
             self.endpoint.patience,
             || self.is_over(ticket).map(|over| over.then_some(true)).transpose(),
@@ -290,7 +294,7 @@ impl Messages {
         };
         let bell = &control.bells[MESSAGE_BELL].0;
         let ready = || done(&mut self.lock()).then_some(());
-        if wait_for(bell, Patience::SHARED_CORE, ready, stop).is_err() {
+        if self.endpoint.wait_for(bell, Patience::SHARED_CORE, ready, stop).is_err() {
             self.lock().pumped = false;
         }
     }
@@ -330,7 +334,7 @@ impl Messages {
             }
             Ok(())
         };
-        advance_all().inspect_err(|error| endpoint.health.report(&endpoint.regions, error))
+        advance_all().inspect_err(|error| endpoint.report(error))
     }
 
     /// The ranks without which a transfer does not move.
@@ -369,7 +373,7 @@ impl Messages {
         let checked = health.check(regions, ticket.signature, missing, waited, self.endpoint.timeout());
         let checked = checked.map_err(|error| refusal(&self.endpoint, ticket).unwrap_or(error));
         let checked = failed.into_inner().map_or(checked, Err);
-        checked.inspect_err(|error| health.report(regions, error))
+        checked.inspect_err(|error| self.endpoint.report(error))
     }
 }
 
@@ -387,10 +391,12 @@ impl State {
         let outbox = &mut self.outgoing[peer];
         let Some(transfer) = outbox.queue.front_mut() else { return Ok(false) };
         let consumed = endpoint.regions.consumed(endpoint.rank, peer);
-        if !has_room(outbox.sequence, consumed.count(), RING) {
+        let index = place(outbox.sequence, RING);
+        let has_sent = endpoint.links.as_ref().is_none_or(|links| links.has_sent(peer, index));
+        if !has_room(outbox.sequence, consumed.count(), RING) || !has_sent {
             return Ok(false);
         }
-        let packet = endpoint.regions.ring(endpoint.rank, peer, place(outbox.sequence, RING));
+        let packet = endpoint.regions.ring(endpoint.rank, peer, index);
         let part = transfer.part();
         // SAFETY: the buffer is valid for its length, the packet's body for RING_BODY, and the receiver is done with it.
         unsafe {
@@ -398,7 +404,11 @@ impl State {
         }
         transfer.done += part;
         outbox.sequence += 1;
-        packet.head.publish(outbox.sequence, transfer.signature.to_words());
+        let words = transfer.signature.to_words();
+        packet.head.publish(outbox.sequence, words);
+        if let Some(links) = &endpoint.links {
+            links.send_packet(peer, index, outbox.sequence, words, part)?;
+        }
         endpoint.regions.control(peer).bells[MESSAGE_BELL].0.ring();
         if transfer.is_over() {
             // The last look: the peer says that it gave up before it leaves.
@@ -434,6 +444,9 @@ impl State {
         self.incoming.consume(peer);
         endpoint.regions.consumed(peer, endpoint.rank).announce(sequence + 1);
         endpoint.regions.control(peer).bells[MESSAGE_BELL].0.ring();
+        if let Some(links) = &endpoint.links {
+            links.tell_consumed(peer, sequence + 1, [0; 2])?;
+        }
         if is_over {
             let received = self.incoming.finish(peer);
             self.end(received);

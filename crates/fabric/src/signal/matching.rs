@@ -172,7 +172,11 @@ impl Incoming {
         };
         let mine = queue[place].signature;
         if mine != message {
-            endpoint.regions.consumed(peer, endpoint.rank).refuse(mine.to_words());
+            let (consumed, expected) = (endpoint.regions.consumed(peer, endpoint.rank), mine.to_words());
+            consumed.refuse(expected);
+            if let Some(links) = &endpoint.links {
+                links.tell_consumed(peer, consumed.count(), expected)?;
+            }
             return Err(endpoint.health.disagreement(mine, peer, message));
         }
         let receive = queue.remove(place);

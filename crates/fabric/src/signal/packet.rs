@@ -69,6 +69,12 @@ impl Head {
         self.stamp.store(stamp, Ordering::Release);
     }
 
+    /// The stamp. What was written before it is visible to a reader that sees it.
+    pub(crate) fn stamp(&self) -> u64 {
+        // Pairs with the release store in `publish`.
+        self.stamp.load(Ordering::Acquire)
+    }
+
     /// The words, once the packet with this stamp is here.
     #[inline]
     pub(crate) fn arrival(&self, stamp: u64) -> Option<[u64; 2]> {

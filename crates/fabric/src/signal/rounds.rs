@@ -5,10 +5,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use antiphon_device::host::wait::wait_for;
-
 use crate::{
-    FabricError, Signature,
+    FabricError, Nodes, Signature, Written,
     endpoint::Endpoint,
     layout::{BODY, Packet},
     signal::channel::Messages,
@@ -79,7 +77,7 @@ impl Rounds {
         signature: &Signature,
     ) -> Result<(), FabricError> {
         self.limit = Some(limit);
-        let exchanged = self.exchange(signature);
+        let exchanged = self.exchange(signature, Written::nothing(0));
         self.limit = None;
         exchanged
     }
@@ -105,6 +103,12 @@ impl Rounds {
     #[inline]
     pub fn world_size(&self) -> usize {
         self.endpoint.world_size
+    }
+
+    /// The nodes of the ranks, if there are several.
+    #[inline]
+    pub fn nodes(&self) -> Option<&Nodes> {
+        self.endpoint.links.as_ref().map(|links| links.nodes())
     }
 
     /// Fails if an earlier round failed: the ranks are then no longer in step.
@@ -148,6 +152,9 @@ impl Rounds {
     /// then every rank can reach them through [`arenas`](Self::arenas).
     #[inline]
     pub fn arena_offset(&self, pointer: *const u8, len: usize) -> Option<usize> {
+        if self.endpoint.links.is_some() {
+            return None;
+        }
         self.endpoint.regions.arena_offset(self.endpoint.rank, pointer, len)
     }
 
@@ -157,13 +164,23 @@ impl Rounds {
         Arenas { first: self.endpoint.regions.arena(0, 0), stride: self.endpoint.regions.layout().stride }
     }
 
-    /// Posts the next round with the content of the outbox.
+    /// Posts the next round with the content of the outbox, of which `written` says what this rank has written: the ranks of other nodes
+    /// get no more of it.
+    ///
+    /// # Errors
+    /// [`FabricError::Engine`], where there are several nodes; the communicator is unusable afterwards.
     #[inline]
-    pub fn post(&mut self, signature: &Signature) {
+    pub fn post(&mut self, signature: &Signature, written: Written) -> Result<(), FabricError> {
         self.sequence += 1;
         self.packet(self.endpoint.rank, self.sequence).head.publish(self.sequence, signature.to_words());
         for rank in self.peers() {
             self.endpoint.regions.control(rank).bells[self.lane].0.ring();
+        }
+        match &self.endpoint.links {
+            None => Ok(()),
+            Some(links) => links
+                .post(self.lane, self.sequence, signature.to_words(), &written)
+                .map_err(|error| self.fail(error)),
         }
     }
 
@@ -179,7 +196,7 @@ impl Rounds {
         for rank in self.peers() {
             let start = (!self.waits.is_empty()).then(Instant::now);
             let head = self.packet(rank, self.sequence).head;
-            let arrived = wait_for(
+            let arrived = self.endpoint.wait_for(
                 &self.endpoint.regions.control(self.endpoint.rank).bells[self.lane].0,
                 self.endpoint.patience,
                 || head.arrival(self.sequence),
@@ -194,6 +211,7 @@ impl Rounds {
                 Err(error) => return Err(self.fail(error)),
             }
         }
+        self.await_outbox(signature)?;
         // The last look, behind all packets: see `given_up`.
         if self.endpoint.regions.given_up(self.lane).includes(self.sequence) {
             let error = self.endpoint.health.given_up(&self.endpoint.regions, *signature);
@@ -202,13 +220,33 @@ impl Rounds {
         Ok(())
     }
 
+    /// Waits until the packet of the next round may be filled. Its peers have read what it held before; the engine may not have
+    /// noticed yet that what it sent of it has arrived.
+    #[inline]
+    fn await_outbox(&mut self, signature: &Signature) -> Result<(), FabricError> {
+        let Some(links) = &self.endpoint.links else { return Ok(()) };
+        let Endpoint { health, regions, .. } = &*self.endpoint;
+        let (lane, next) = (self.lane, self.sequence + 1);
+        let refill = || links.may_refill(lane, next).then_some(());
+        let missing = || if refill().is_some() { Vec::new() } else { links.rails().to_vec() };
+        let look = |waited| {
+            self.endpoint.check_interrupt(*signature)?;
+            let timeout = self.limit.unwrap_or_else(|| self.endpoint.timeout());
+            health.check(regions, *signature, missing, waited, timeout)
+        };
+        let bell = &regions.control(self.endpoint.rank).bells[lane].0;
+        let free = self.endpoint.wait_for(bell, self.endpoint.patience, refill, look);
+        links.leave(lane, self.sequence);
+        free.map_err(|error| self.fail(error))
+    }
+
     /// Posts and waits.
     ///
     /// # Errors
-    /// As [`wait`](Self::wait).
+    /// As [`post`](Self::post) and [`wait`](Self::wait).
     #[inline]
-    pub fn exchange(&mut self, signature: &Signature) -> Result<(), FabricError> {
-        self.post(signature);
+    pub fn exchange(&mut self, signature: &Signature, written: Written) -> Result<(), FabricError> {
+        self.post(signature, written)?;
         self.wait(signature)
     }
 
@@ -219,8 +257,8 @@ impl Rounds {
             Some(call) => error.during(call),
             None => error,
         };
-        self.endpoint.health.report(&self.endpoint.regions, &error);
-        self.endpoint.regions.given_up(self.lane).mark(self.sequence);
+        self.endpoint.report(&error);
+        self.endpoint.give_up(self.lane, self.sequence);
         error
     }
 

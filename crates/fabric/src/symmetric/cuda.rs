@@ -32,6 +32,7 @@ impl CudaArena {
     /// On every rank, if one fails: its own error there, [`FabricError::InvalidArgument`] that names it elsewhere.
     /// [`FabricError::InvalidArgument`] too when ranks ask for different sizes; as [`Communicator::barrier`].
     pub fn new(comm: &Communicator, context: &Context, len: usize, fill: u8) -> Result<Self, FabricError> {
+        comm.check_one_node("CudaArena")?;
         let (allocation, descriptors) = exchange(comm, context, len)?;
         let mapped = map(context, comm.rank(), allocation, &descriptors).map_err(FabricError::from);
         let mappings = comm.agree("cannot map the memory of its peers", mapped)?;

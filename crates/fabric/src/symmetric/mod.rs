@@ -19,7 +19,7 @@ pub use cuda::CudaArena;
 #[cfg(not(loom))]
 pub use registered::RegisteredMemory;
 
-use crate::{Communicator, FabricError, Operation, Signature, endpoint::Endpoint};
+use crate::{Communicator, FabricError, Operation, Signature, Written, endpoint::Endpoint};
 
 /// A buffer of which every rank has a copy, zeroed when it is made; see [`Communicator::create_shared_buffer`].
 ///
@@ -137,11 +137,12 @@ impl Communicator {
     /// [`barrier`](Self::barrier).
     pub fn create_shared_buffer(&self, len: usize) -> Result<SharedBuffer, FabricError> {
         self.check_foreground("create_shared_buffer")?;
+        self.endpoint().check_one_node("create_shared_buffer")?;
         let mut rounds = self.own_rounds()?;
         let signature = Signature { count: len as u64, ..Signature::new(Operation::Allocate) };
         // Allocation is the same calculation on every rank, so nothing but the size need be agreed upon. Memory that
         // was freed has been given back to the machine, and so is zero again.
-        rounds.exchange(&signature)?;
+        rounds.exchange(&signature, Written::nothing(0))?;
         let offset = self.allocator().borrow_mut().allocate(len)?;
         Ok(SharedBuffer { endpoint: self.endpoint().clone(), offset, len })
     }
@@ -158,10 +159,10 @@ impl Communicator {
         }
         let mut rounds = self.own_rounds()?;
         let signature = Signature { count: buffer.offset as u64, ..Signature::new(Operation::Free) };
-        rounds.exchange(&signature)?; // all are done with it
+        rounds.exchange(&signature, Written::nothing(0))?; // all are done with it
         let pages = self.allocator().borrow_mut().free(buffer.offset);
         let released = self.endpoint().regions.release_arena(self.rank(), buffer.offset, pages);
-        rounds.exchange(&signature)?; // all copies are zero again before anyone may get the place anew
+        rounds.exchange(&signature, Written::nothing(0))?; // all copies are zero again before anyone may get the place anew
         Ok(released?)
     }
 }

@@ -58,6 +58,7 @@ impl RegisteredMemory {
         len: u64,
     ) -> Result<Self, FabricError> {
         const PROBLEM: &str = "cannot register its memory";
+        comm.check_one_node("RegisteredMemory")?;
         let export = comm.agree(PROBLEM, export(context, pointer, len))?;
         let offer = Offer {
             process: (std::process::id(), pid_namespace()),

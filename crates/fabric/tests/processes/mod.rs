@@ -66,7 +66,9 @@ impl World {
 
     /// As [`start`](Self::start), of ranks that are the test `test` of this binary. They meet by path.
     pub fn of_test(test: &str, world_size: usize, timeout: Duration) -> Self {
-        Self::start_ranks(&Start { launcher: &[], test, role: test, by_path: true, timeout }, world_size)
+        let start =
+            Start { test, role: test, by_path: true, timeout, command: &|_, program| Command::new(program) };
+        Self::start_ranks(&start, world_size)
     }
 
     /// As [`start`](Self::start), with a program and its arguments that start each rank, and pass its end on.
@@ -77,7 +79,25 @@ impl World {
         by_path: bool,
         timeout: Duration,
     ) -> Self {
-        Self::start_ranks(&Start { launcher, test: "rank_process", role, by_path, timeout }, world_size)
+        let command = |_, program: &Path| {
+            let mut words = launcher.iter().map(OsStr::new).chain([program.as_os_str()]);
+            let mut command = Command::new(words.next().unwrap());
+            command.args(words);
+            command
+        };
+        let start = Start { test: "rank_process", role, by_path, timeout, command: &command };
+        Self::start_ranks(&start, world_size)
+    }
+
+    /// As [`start`](Self::start), by the command that `command` makes of a rank and this program.
+    pub fn start_by(
+        command: impl Fn(usize, &Path) -> Command,
+        world_size: usize,
+        role: &str,
+        timeout: Duration,
+    ) -> Self {
+        let start = Start { test: "rank_process", role, by_path: false, timeout, command: &command };
+        Self::start_ranks(&start, world_size)
     }
 
     fn start_ranks(start: &Start<'_>, world_size: usize) -> Self {
@@ -151,8 +171,8 @@ impl World {
 
 /// How ranks are started.
 struct Start<'a> {
-    /// The program with its arguments that starts a rank, if it is not started directly.
-    launcher: &'a [&'a str],
+    /// Starts the program as a rank, and passes its end on.
+    command: &'a dyn Fn(usize, &Path) -> Command,
     /// The test of this binary that the rank runs.
     test: &'a str,
     role: &'a str,
@@ -163,10 +183,8 @@ struct Start<'a> {
 impl Start<'_> {
     fn rank(&self, rank: usize, world_size: usize, folder: &Path) -> Rank {
         let program = std::env::current_exe().unwrap();
-        let mut words = self.launcher.iter().map(OsStr::new).chain([program.as_os_str()]);
-        let mut command = Command::new(words.next().unwrap());
+        let mut command = (self.command)(rank, &program);
         command
-            .args(words)
             .args(["--exact", self.test, "--nocapture"])
             .env(ROLE, self.role)
             .env("RANK", rank.to_string())

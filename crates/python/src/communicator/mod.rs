@@ -17,7 +17,7 @@ use std::{
 
 use antiphon::device::sync::Mutex;
 use antiphon::{
-    fabric::{self, Builder, Queue, rendezvous::Environment},
+    fabric::{self, Builder, Nodes, Queue, rendezvous::Environment},
     operation::Operation,
 };
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
@@ -40,6 +40,7 @@ use crate::{
 pub(crate) struct Communicator {
     rank: usize,
     world_size: usize,
+    nodes: Nodes,
     timeout: Mutex<Duration>,
     process: Process,
     /// Absent when closed. Calls hold a reference of their own.
@@ -124,6 +125,33 @@ impl Communicator {
         self.world_size
     }
 
+    #[doc = stub!("Communicator.nodes")]
+    #[getter]
+    fn nodes(&self) -> Vec<Vec<usize>> {
+        (0..self.nodes.count()).map(|node| self.nodes.ranks(node).to_vec()).collect()
+    }
+
+    #[doc = stub!("Communicator.node")]
+    #[getter]
+    fn node(&self) -> usize {
+        self.nodes.of(self.rank)
+    }
+
+    #[doc = stub!("Communicator.node_rank")]
+    #[getter]
+    fn node_rank(&self) -> usize {
+        self.nodes.rank_in_node(self.rank)
+    }
+
+    #[doc = stub!("Communicator.is_local")]
+    fn is_local(&self, rank: usize) -> Result<bool> {
+        if rank >= self.world_size {
+            let problem = format!("is_local: rank {rank} is not below the world size {}", self.world_size);
+            return Err(PyValueError::new_err(problem).into());
+        }
+        Ok(self.nodes.share_memory(self.rank, rank))
+    }
+
     #[doc = stub!("Communicator.timeout")]
     #[getter]
     fn timeout(&self) -> f64 {
@@ -184,6 +212,18 @@ impl Communicator {
         let group =
             interrupt::detached(py, || queue.run(|comm| comm.split(color.map(|color| color.0 as u64), key)))?;
         Ok(group.map(Self::new))
+    }
+
+    #[doc = stub!("Communicator.node_group")]
+    fn node_group(&self, py: Python<'_>) -> Result<Self> {
+        let queue = self.queue()?;
+        Ok(Self::new(interrupt::detached(py, || queue.run(|comm| comm.node_group()))?))
+    }
+
+    #[doc = stub!("Communicator.rail_group")]
+    fn rail_group(&self, py: Python<'_>) -> Result<Self> {
+        let queue = self.queue()?;
+        Ok(Self::new(interrupt::detached(py, || queue.run(|comm| comm.rail_group()))?))
     }
 
     #[doc = stub!("Communicator.shrink")]

@@ -32,6 +32,7 @@ impl Communicator {
         Self {
             rank: comm.rank(),
             world_size: comm.world_size(),
+            nodes: comm.nodes(),
             timeout: Mutex::new(comm.timeout()),
             process: Process::current(),
             queue: Mutex::new(Some(Arc::new(Queue::new(comm)))),

@@ -9,12 +9,12 @@ mod rounded;
 
 use std::{cell::RefCell, ops::Range};
 
-use antiphon_device::{ReduceOp, host::reduce::Reducer};
+use antiphon_device::ReduceOp;
 use antiphon_fabric::Communicator;
 
 use super::{Accumulation, Source, Validated};
 use crate::{
-    all_reduce::carry_out,
+    all_reduce::{InOrder, carry_out},
     arguments::{Input, Output},
     error::{CollectiveError, Result},
 };
@@ -60,7 +60,7 @@ pub(crate) fn run(comm: &Communicator, call: Validated) -> Result<()> {
     let (count, dtype) = (call.tokens * call.hidden, call.dtype);
     let (input, output) = (Input { data: input, count, dtype }, Output { data: sum, count, dtype });
     let signature = |algorithm| call.signature(algorithm);
-    let sum = Reducer::new(dtype, ReduceOp::Sum);
+    let sum = InOrder::new(comm, dtype, ReduceOp::Sum);
     match call.accumulation {
         Accumulation::F32 => carry_out(comm, call.algorithm, signature, &input, &output, &sum, arrived),
         Accumulation::Rounded => {

@@ -1,41 +1,70 @@
 //! Sums that are rounded at every step.
 
-use antiphon_device::host::reduce::Reducer;
-
-use crate::{all_reduce::Reduce, chunked::copy};
+use crate::{
+    all_reduce::{InOrder, Reduce},
+    chunked::copy,
+};
 
 /// Bytes of a running sum: they stay in L1.
 const TILE: usize = 4 << 10;
 
-/// A sum over the ranks that is rounded to its dtype after every addition: sums of two, which round once.
+/// A sum over the ranks that is rounded to its dtype after every addition: sums of two, which round once. The additions are those of the
+/// [order](InOrder) of the communicator.
 pub(super) struct RoundedSum {
-    sum: Reducer,
+    sum: InOrder,
     size: usize,
 }
 
 impl RoundedSum {
     /// From the sum that rounds once, of elements of this size.
-    pub(super) fn new(sum: Reducer, size: usize) -> Self {
+    pub(super) fn new(sum: InOrder, size: usize) -> Self {
         Self { sum, size }
+    }
+
+    /// Adds up `elements` of some sources from the byte `start` on.
+    ///
+    /// # Safety
+    /// All are valid for so many elements there; there is at least one source.
+    unsafe fn add_up(
+        &self,
+        sum: *mut u8,
+        mut sources: impl Iterator<Item = *const u8>,
+        start: usize,
+        elements: usize,
+    ) {
+        let first = sources.next().expect("a sum has a source");
+        // SAFETY: the caller vouches for the elements.
+        unsafe {
+            self.sum.reducer.run(sum, &[first.add(start)], elements);
+            for source in sources {
+                self.sum.reducer.run(sum, &[sum, source.add(start)], elements);
+            }
+        }
     }
 }
 
 impl Reduce for RoundedSum {
     unsafe fn run(&self, destination: *mut u8, sources: &[*const u8], count: usize) {
-        let mut tile = [0u64; TILE / size_of::<u64>()];
-        let tile = tile.as_mut_ptr().cast::<u8>();
-        let (first, rest) = sources.split_first().expect("a sum has a source");
+        let mut tiles = [[0u64; TILE / size_of::<u64>()]; 2];
+        let [sum, of_node] = tiles.each_mut().map(|tile| tile.as_mut_ptr().cast::<u8>());
         for start in (0..count * self.size).step_by(TILE) {
             let len = TILE.min(count * self.size - start);
             let elements = len / self.size;
             // SAFETY: the caller vouches for `count` elements. The destination may be a source, whose tile has been read
             // when it is written.
             unsafe {
-                self.sum.run(tile, &[first.add(start)], elements);
-                for source in rest {
-                    self.sum.run(tile, &[tile, source.add(start)], elements);
+                match &self.sum.nodes {
+                    None => self.add_up(sum, sources.iter().copied(), start, elements),
+                    Some(nodes) => {
+                        let of = |node| nodes.ranks(node).iter().map(|&rank| sources[rank]);
+                        self.add_up(sum, of(0), start, elements);
+                        for node in 1..nodes.count() {
+                            self.add_up(of_node, of(node), start, elements);
+                            self.sum.reducer.run(sum, &[sum, of_node], elements);
+                        }
+                    }
                 }
-                copy(tile, destination.add(start), len);
+                copy(sum, destination.add(start), len);
             }
         }
     }

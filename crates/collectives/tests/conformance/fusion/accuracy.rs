@@ -17,8 +17,8 @@ use super::{
 use crate::values::Values;
 
 /// Panics unless everything that was written is within what the reference allows.
-pub fn check(case: &Case, data: &Data, outcome: &Outcome) {
-    let expected = call(case, data).outputs();
+pub fn check(case: &Case, data: &Data, nodes: &[u32], outcome: &Outcome) {
+    let expected = call(case, data, nodes).outputs();
     let outputs = [
         ("sum_out", &outcome.sum, &expected.sum),
         ("residual_out", &outcome.residual, &expected.residual),
@@ -40,7 +40,7 @@ fn numbers(values: &Values) -> Vec<f64> {
     with_dtype!(values.dtype(), T => values.to_vec::<T>().into_iter().map(<T as Element>::to_f64).collect())
 }
 
-fn call(case: &Case, data: &Data) -> reference::Call {
+fn call(case: &Case, data: &Data, nodes: &[u32]) -> reference::Call {
     let weight_bias = f64::from(case.weight_bias);
     let norm = |weight: Option<&Values>, weight_bias, round_before_weight| Norm {
         weight: weight.map(numbers),
@@ -54,6 +54,7 @@ fn call(case: &Case, data: &Data) -> reference::Call {
         hidden: case.hidden,
         accumulation: case.accumulation,
         contributions: data.contributions.iter().map(contribution).collect(),
+        nodes: nodes.to_vec(),
         bias: case.bias.then(|| numbers(&data.bias)),
         pre_norm: case.pre_norm.map(|weighted| norm(weighted.then_some(&data.pre_weight), 0.0, false)),
         residual: (case.residual != Residual::None).then(|| numbers(&data.residual)),

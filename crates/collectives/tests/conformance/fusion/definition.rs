@@ -12,12 +12,12 @@ use super::{
 };
 use crate::{harness::UNWRITTEN, values::Values};
 
-/// What the call of a case must write.
-pub fn outcome(case: &Case, data: &Data) -> Outcome {
+/// What the call of a case must write, on ranks of these nodes.
+pub fn outcome(case: &Case, data: &Data, nodes: &[u32]) -> Outcome {
     match case.dtype {
-        DType::F32 => of::<f32>(case, data),
-        DType::F16 => of::<f16>(case, data),
-        _ => of::<bf16>(case, data),
+        DType::F32 => of::<f32>(case, data, nodes),
+        DType::F16 => of::<f16>(case, data, nodes),
+        _ => of::<bf16>(case, data, nodes),
     }
 }
 
@@ -26,8 +26,8 @@ fn to<T: Source>(value: f32) -> T {
     T::from_f64(f64::from(value))
 }
 
-fn of<T: Source>(case: &Case, data: &Data) -> Outcome {
-    let sum = sum::<T>(case, data);
+fn of<T: Source>(case: &Case, data: &Data, nodes: &[u32]) -> Outcome {
+    let sum = sum::<T>(case, data, nodes);
     let (bias, residual) = (data.bias.to_vec::<T>(), data.residual.to_vec::<T>());
     let (gamma, pre_weight) = (data.gamma.to_vec::<T>(), data.pre_weight.to_vec::<T>());
     let (mut residual_out, mut norm_out, mut inverse_rms_out) = (Vec::new(), Vec::new(), Vec::new());
@@ -63,19 +63,23 @@ fn of<T: Source>(case: &Case, data: &Data) -> Outcome {
     }
 }
 
-fn sum<T: Source>(case: &Case, data: &Data) -> Vec<T> {
+fn sum<T: Source>(case: &Case, data: &Data, nodes: &[u32]) -> Vec<T> {
     let contributions: Vec<Vec<T>> =
         data.contributions.iter().map(|parts| contribution(case, parts)).collect();
     match case.accumulation {
         Accumulation::F32 => {
             let values: Vec<Values> = contributions.iter().map(|values| Values::of(values)).collect();
-            Values::reduced(ReduceOp::Sum, &values).to_vec()
+            Values::reduced(ReduceOp::Sum, &values, nodes).to_vec()
         }
         Accumulation::Rounded => {
+            let add = |sum: f32, next: f32| to::<T>(sum + next).widen();
+            let is_first = |&rank: &usize| !nodes[..rank].contains(&nodes[rank]);
             let of_all = |i: usize| {
-                let mut of_ranks = contributions.iter().map(|values| values[i].widen());
-                let first = of_ranks.next().unwrap();
-                to(of_ranks.fold(first, |sum, next| to::<T>(sum + next).widen()))
+                let of_node = |first: usize| {
+                    let mates = (0..nodes.len()).filter(|&rank| nodes[rank] == nodes[first]);
+                    mates.map(|rank| contributions[rank][i].widen()).reduce(add).unwrap()
+                };
+                to((0..nodes.len()).filter(is_first).map(of_node).reduce(add).unwrap())
             };
             (0..case.count()).map(of_all).collect()
         }

@@ -170,10 +170,10 @@ impl Backend for Gpus {
     }
 
     /// A rank that is alone copies, and so keeps the payload of a NaN.
-    fn reduced(op: ReduceOp, contributions: &[Values]) -> Values {
+    fn reduced(op: ReduceOp, contributions: &[Values], nodes: &[u32]) -> Values {
         match contributions {
             [alone] => alone.clone(),
-            several => Values::reduced(op, several),
+            several => Values::reduced(op, several, nodes),
         }
     }
 

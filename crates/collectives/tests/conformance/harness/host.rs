@@ -23,6 +23,10 @@ use crate::processes::{World, role, say};
 /// How ranks run.
 pub trait Ranks: Sized + 'static {
     fn run(world_size: usize, rank: &(dyn Fn(Host<Self>) + Sync));
+    /// The node of each rank.
+    fn nodes(world_size: usize) -> Vec<u32> {
+        vec![0; world_size]
+    }
     fn meet(&self);
     /// The same for a group of the world.
     fn of_group(&self) -> Self;
@@ -33,8 +37,8 @@ pub trait Ranks: Sized + 'static {
 
 /// A rank with tensors in host memory.
 pub struct Host<R> {
-    comm: Communicator,
-    ranks: R,
+    pub(super) comm: Communicator,
+    pub(super) ranks: R,
 }
 
 /// Ranks are threads, memory is the process's own.
@@ -57,6 +61,10 @@ impl<R: Ranks> Backend for Host<R> {
 
     fn run_ranks(world_size: usize, rank: &(dyn Fn(Self) + Sync)) {
         R::run(world_size, rank);
+    }
+
+    fn nodes(world_size: usize) -> Vec<u32> {
+        R::nodes(world_size)
     }
 
     fn exchanged<T: Serialize + DeserializeOwned>(own: Vec<Option<T>>) -> Vec<T> {

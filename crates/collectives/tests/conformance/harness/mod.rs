@@ -3,6 +3,7 @@
 mod gpus;
 mod host;
 mod mixed;
+mod nodes;
 mod tensor;
 
 use std::{fmt::Display, ops::Deref, sync::OnceLock, time::Duration};
@@ -19,6 +20,7 @@ use crate::values::Values;
 pub use gpus::{Gpus, on_gpus};
 pub use host::{HostProcesses, HostThreads, in_processes};
 pub use mixed::Mixed;
+pub use nodes::{Halves, HostNodes, Interleaved, OneAndRest};
 pub use tensor::{Alignment, Like, Loose, Tensor, UNWRITTEN};
 
 /// Of every wait: far longer than anything here takes, so that nothing passes because of it.
@@ -67,9 +69,14 @@ pub trait Backend: Deref<Target = Communicator> + Sized + 'static {
     fn write(memory: &mut Self::Memory, bytes: &[u8]);
     fn read(memory: &Self::Memory) -> Vec<u8>;
 
-    /// What a reduction of these contributions gives.
-    fn reduced(op: ReduceOp, contributions: &[Values]) -> Values {
-        Values::reduced(op, contributions)
+    /// The node of each rank of a world.
+    fn nodes(world_size: usize) -> Vec<u32> {
+        vec![0; world_size]
+    }
+
+    /// What a reduction of these contributions gives, of ranks on these nodes.
+    fn reduced(op: ReduceOp, contributions: &[Values], nodes: &[u32]) -> Values {
+        Values::reduced(op, contributions, nodes)
     }
 
     /// The operators that behaviours try with a dtype. Each may be a program to compile.

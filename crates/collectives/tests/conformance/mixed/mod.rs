@@ -3,7 +3,7 @@
 mod on_host;
 
 use antiphon_collectives::{
-    ReduceOp,
+    Communicator, ReduceOp,
     mixed::{MixedCall, MixedLayout, MixedMode, MixedOp, operation_of},
 };
 use antiphon_tensor::DType;
@@ -47,15 +47,16 @@ struct Case {
 }
 
 impl Case {
-    fn new(op: MixedOp, tp: usize, counts: &[usize], rank: usize, inputs: Vec<Values>) -> Self {
-        let groups = counts.len();
+    fn new(op: MixedOp, tp: usize, counts: &[usize], comm: &Communicator, inputs: Vec<Values>) -> Self {
+        let (rank, groups, nodes) = (comm.rank(), counts.len(), comm.nodes());
         let start = |group: usize| counts[..group].iter().sum::<usize>();
         let block = |group: usize| {
             let sources: Vec<Values> = match op {
                 MixedOp::AllReduceAllGather => inputs[group * tp..][..tp].to_vec(),
                 _ => inputs.iter().map(|row| row.part(start(group)..start(group) + counts[group])).collect(),
             };
-            Values::reduced(ReduceOp::Sum, &sources)
+            let first = if sources.len() == inputs.len() { 0 } else { group * tp };
+            Values::reduced(ReduceOp::Sum, &sources, &nodes.of_ranks()[first..first + sources.len()])
         };
         let expected = match op {
             MixedOp::AllReduceAllGather => Values::concat(&Vec::from_iter((0..groups).map(block))),
@@ -64,9 +65,16 @@ impl Case {
         Self { inputs, expected }
     }
 
-    fn any_bits(op: MixedOp, tp: usize, counts: &[usize], rank: usize, dtype: DType, seed: u64) -> Self {
+    fn any_bits(
+        op: MixedOp,
+        tp: usize,
+        counts: &[usize],
+        comm: &Communicator,
+        dtype: DType,
+        seed: u64,
+    ) -> Self {
         let of = |rank| Values::any_bits(dtype, seed << 8 | rank as u64, input_len(op, tp, counts, rank));
-        Self::new(op, tp, counts, rank, (0..tp * counts.len()).map(of).collect())
+        Self::new(op, tp, counts, comm, (0..tp * counts.len()).map(of).collect())
     }
 }
 
@@ -119,7 +127,7 @@ fn check_even<B: Backend>(comm: &B, tp: usize, dtype: DType, lengths: &[usize], 
     for &count in lengths {
         let counts = vec![count; comm.world_size() / tp];
         for op in FUSED {
-            let case = Case::any_bits(op, tp, &counts, comm.rank(), dtype, count as u64);
+            let case = Case::any_bits(op, tp, &counts, comm, dtype, count as u64);
             for mode in MODES {
                 check::<B>(comm, &mixed, MixedCall::from(op).mode(mode), &case, alignment);
             }
@@ -131,7 +139,8 @@ fn every_layout_gives_the_sums_in_every_mode<B: Backend>(dtype: DType, world: us
     B::run(world, |comm| {
         for tp in layouts(world) {
             let mixed = handler(&comm, tp);
-            let all_sum = Values::reduced(ReduceOp::Sum, &every_input(dtype, world, 5 * world));
+            let all_sum =
+                Values::reduced(ReduceOp::Sum, &every_input(dtype, world, 5 * world), &B::nodes(world));
             match mixed.layout().valid_ops() {
                 [MixedOp::AllReduce] => {
                     for &mode in mixed.valid_modes() {
@@ -175,7 +184,7 @@ fn special_values_are_summed_as_elsewhere<B: Backend>(dtype: DType, world: usize
                 MixedOp::AllReduceAllGather => vec![count; world / tp],
                 _ => (0..world / tp).map(|group| if group == 0 { count } else { 0 }).collect(),
             };
-            let case = Case::new(op, tp, &counts, comm.rank(), inputs);
+            let case = Case::new(op, tp, &counts, &comm, inputs);
             for mode in MODES {
                 check::<B>(
                     &comm,
@@ -201,7 +210,7 @@ fn blocks_may_be_uneven_and_empty<B: Backend>(dtype: DType, world: usize) {
             ];
             for (seed, counts) in lists.iter().enumerate() {
                 for op in FUSED {
-                    let case = Case::any_bits(op, tp, counts, comm.rank(), dtype, seed as u64);
+                    let case = Case::any_bits(op, tp, counts, &comm, dtype, seed as u64);
                     for mode in MODES {
                         let call = MixedCall::from(op).mode(mode).counts(&**counts);
                         check::<B>(&comm, &mixed, call, &case, Alignment::Aligned);
@@ -224,7 +233,7 @@ fn gathers_and_scatters_may_be_uneven<B: Backend>(dtype: DType, world: usize) {
             ] {
                 let inputs = (0..world)
                     .map(|rank| Values::moderate(dtype, rank as u64, input_len(fused, 1, counts, rank)));
-                let case = Case::new(fused, 1, counts, comm.rank(), inputs.collect());
+                let case = Case::new(fused, 1, counts, &comm, inputs.collect());
                 let call = MixedCall::from(op).counts(&**counts);
                 check::<B>(&comm, &mixed, call, &case, Alignment::Aligned);
             }
@@ -284,7 +293,7 @@ fn a_tensor_may_be_the_block_in_the_other<B: Backend>(dtype: DType, world: usize
         for &mode in mixed.valid_modes() {
             for op in FUSED {
                 let dtype = if mode == MixedMode::Composed { DType::I32 } else { dtype }; // no rounding
-                let case = Case::any_bits(op, tp, &counts, comm.rank(), dtype, 1);
+                let case = Case::any_bits(op, tp, &counts, &comm, dtype, 1);
                 let mine = &case.inputs[comm.rank()];
                 let row = match op {
                     MixedOp::AllReduceAllGather => {

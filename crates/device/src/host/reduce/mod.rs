@@ -25,12 +25,17 @@ use crate::{ReduceOp, host::cpu::Simd};
 /// sources, but may not overlap one in any other way.
 type Kernel = unsafe fn(destination: *mut u8, sources: &[*const u8], start: usize, count: usize, mean: bool);
 
+/// As [`Kernel`], from element 0 on, in the order that [`Reducer::run_by_node`] states.
+type NodeKernel =
+    unsafe fn(destination: *mut u8, sources: &[*const u8], nodes: &[u32], count: usize, mean: bool);
+
 /// A reduction of one dtype by one operator, ready to run.
 ///
 /// Choosing it looks at the machine once; running it allocates nothing.
 #[derive(Debug, Clone, Copy)]
 pub struct Reducer {
     kernel: Kernel,
+    by_node: NodeKernel,
     mean: bool,
 }
 
@@ -44,7 +49,8 @@ impl Reducer {
     /// [available](Simd::available). All levels give the same bits.
     pub fn with_simd(dtype: DType, op: ReduceOp, simd: Simd) -> Self {
         assert!(simd <= Simd::widest(), "{simd:?} is not available here: widest is {:?}", Simd::widest());
-        Self { kernel: select(dtype, op, simd), mean: op == ReduceOp::Avg }
+        let (kernel, by_node) = select(dtype, op, simd);
+        Self { kernel, by_node, mean: op == ReduceOp::Avg }
     }
 
     /// Reduces `count` elements.
@@ -58,6 +64,26 @@ impl Reducer {
         debug_assert!(!sources.is_empty());
         // SAFETY: passed on to the caller.
         unsafe { (self.kernel)(destination, sources, 0, count, self.mean) }
+    }
+
+    /// Reduces `count` elements of sources that are on several nodes: `nodes` has the node of each source. The sources of each node are
+    /// accumulated in their order, and then the nodes' accumulators in the order of the nodes' first sources; it is rounded once.
+    ///
+    /// # Safety
+    /// As [`run`](Self::run).
+    ///
+    /// # Panics
+    /// When there is not one node for each source.
+    pub unsafe fn run_by_node(
+        &self,
+        destination: *mut u8,
+        sources: &[*const u8],
+        nodes: &[u32],
+        count: usize,
+    ) {
+        assert_eq!(sources.len(), nodes.len(), "one node for each source");
+        // SAFETY: passed on to the caller.
+        unsafe { (self.by_node)(destination, sources, nodes, count, self.mean) }
     }
 }
 
@@ -75,12 +101,18 @@ pub fn reduce<T: Element>(op: ReduceOp, destination: &mut [T], sources: &[&[T]])
     unsafe { Reducer::new(T::DTYPE, op).run(destination.as_mut_ptr().cast(), &pointers, destination.len()) }
 }
 
-/// The kernel of a dtype and an operator at a level of vector instructions.
-fn select(dtype: DType, op: ReduceOp, simd: Simd) -> Kernel {
+/// The kernels of a dtype and an operator at a level of vector instructions.
+fn select(dtype: DType, op: ReduceOp, simd: Simd) -> (Kernel, NodeKernel) {
+    let (kernel, by_node) = select_portable(dtype, op, simd);
     #[cfg(target_arch = "x86_64")]
     if let Some(kernel) = x86::select(dtype, op, simd) {
-        return kernel;
+        return (kernel, by_node);
     }
+    (kernel, by_node)
+}
+
+/// The portable kernels of a dtype and an operator.
+fn select_portable(dtype: DType, op: ReduceOp, simd: Simd) -> (Kernel, NodeKernel) {
     // `Native` wraps in the type itself, which for sums and products equals wrapping in i64 and truncating; only the
     // mean needs the wide sum.
     macro_rules! by_op {
@@ -109,8 +141,8 @@ fn select(dtype: DType, op: ReduceOp, simd: Simd) -> Kernel {
     }
 }
 
-/// The kernel of an operator on bits.
-fn bitwise<T: Element>(op: ReduceOp, simd: Simd) -> Kernel
+/// The kernels of an operator on bits.
+fn bitwise<T: Element>(op: ReduceOp, simd: Simd) -> (Kernel, NodeKernel)
 where
     Native: arithmetic::Domain<T, Accumulator = T>,
     Band: arithmetic::Combine<T>,
@@ -124,8 +156,8 @@ where
     }
 }
 
-/// The portable kernel compiled for a level of vector instructions.
-fn by_simd<T, D, C>(simd: Simd) -> Kernel
+/// The portable kernels compiled for a level of vector instructions.
+fn by_simd<T, D, C>(simd: Simd) -> (Kernel, NodeKernel)
 where
     T: Element,
     D: arithmetic::Domain<T>,
@@ -133,10 +165,10 @@ where
 {
     match simd {
         #[cfg(target_arch = "x86_64")]
-        Simd::Avx512 => portable::avx512::<T, D, C>,
+        Simd::Avx512 => (portable::avx512::<T, D, C>, portable::avx512_by_node::<T, D, C>),
         #[cfg(target_arch = "x86_64")]
-        Simd::Avx2 => portable::avx2::<T, D, C>,
-        _ => portable::baseline::<T, D, C>,
+        Simd::Avx2 => (portable::avx2::<T, D, C>, portable::avx2_by_node::<T, D, C>),
+        _ => (portable::baseline::<T, D, C>, portable::baseline_by_node::<T, D, C>),
     }
 }
 

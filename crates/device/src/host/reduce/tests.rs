@@ -205,3 +205,61 @@ fn bitwise_operators_combine_bits() {
         }
     }
 }
+
+/// The nodes' sums by the plain reduction in the accumulator's own type, then their sum.
+#[test]
+fn sources_of_nodes_are_accumulated_by_themselves() {
+    let mut bits = Bits(7);
+    let nodes = [1, 0, 1, 7, 0];
+    let count = 700;
+    let mut differ = false;
+    for simd in Simd::available() {
+        let sources: Vec<Vec<f32>> = (0..nodes.len())
+            .map(|_| (0..count).map(|_| bits.next() as i32 as f32 * (bits.next() % 1000) as f32).collect())
+            .collect();
+        let pointers: Vec<*const u8> = sources.iter().map(|s| s.as_ptr().cast()).collect();
+        let expected = |i: usize| {
+            let x = |source: usize| sources[source][i];
+            ((x(0) + x(2)) + (x(1) + x(4))) + x(3)
+        };
+        let (mut sum, mut flat, mut mean) = (vec![0f32; count], vec![0f32; count], vec![0f32; count]);
+        // SAFETY: all buffers have `count` elements, and the outputs are apart.
+        unsafe {
+            let reducer = Reducer::with_simd(DType::F32, ReduceOp::Sum, simd);
+            reducer.run_by_node(sum.as_mut_ptr().cast(), &pointers, &nodes, count);
+            reducer.run(flat.as_mut_ptr().cast(), &pointers, count);
+            let reducer = Reducer::with_simd(DType::F32, ReduceOp::Avg, simd);
+            reducer.run_by_node(mean.as_mut_ptr().cast(), &pointers, &nodes, count);
+        }
+        for i in 0..count {
+            assert_eq!(sum[i].to_bits(), expected(i).to_bits(), "{simd:?} {i}");
+            assert_eq!(mean[i].to_bits(), (expected(i) / 5.0).to_bits(), "{simd:?} {i}");
+        }
+        differ |= sum != flat;
+    }
+    assert!(differ, "the order of the sums matters here");
+}
+
+#[test]
+fn ranks_of_one_node_give_the_bits_of_the_plain_reduction() {
+    let mut bits = Bits(8);
+    for &dtype in DType::NUMERIC {
+        for op in ReduceOp::ARITHMETIC {
+            let count = 517;
+            let sources: Vec<_> = (0..3).map(|_| bits.bytes(count * dtype.size())).collect();
+            let pointers: Vec<_> = sources.iter().map(|s| s.as_ptr()).collect();
+            for simd in Simd::available() {
+                let expected = run(dtype, op, simd, &sources, 0);
+                let mut own = sources[1].clone();
+                let mut pointers = pointers.clone();
+                pointers[1] = own.as_ptr();
+                // SAFETY: all buffers have `count` elements; the destination is exactly one source.
+                unsafe {
+                    let reducer = Reducer::with_simd(dtype, op, simd);
+                    reducer.run_by_node(own.as_mut_ptr(), &pointers, &[4, 4, 4], count);
+                }
+                assert_eq!(own, expected, "{dtype} {op} {simd:?}");
+            }
+        }
+    }
+}

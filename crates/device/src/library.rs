@@ -1,16 +1,16 @@
-//! Finding libraries that may be missing.
+//! Opening libraries that may be missing.
 //!
-//! Nothing of CUDA is linked: a program that uses this crate starts on any machine. A library is looked for
+//! Neither CUDA nor UCX is linked: a program that uses this crate starts on any machine. A [`Library`] is looked for
 //!
-//! 1. at the path in its variable (`ANTIPHON_NVRTC`, `ANTIPHON_NCCL`; a file, or the folder it is in). A variable
+//! 1. at the path in its variable (`ANTIPHON_NVRTC`, `ANTIPHON_NCCL`, `ANTIPHON_UCX`; a file, or the folder it is in). A variable
 //!    that names nothing usable is an error, not a hint;
 //! 2. in this process, where PyTorch may have loaded it already;
 //! 3. where the dynamic loader looks: `LD_LIBRARY_PATH`, then the system's folders;
-//! 4. among the packages of Python, where pip puts `nvidia-cuda-nvrtc` and `nvidia-nccl`: of the Python that this
+//! 4. among the packages of Python, where pip puts `nvidia-cuda-nvrtc`, `nvidia-nccl` and `libucx`: of the Python that this
 //!    process is, then of `VIRTUAL_ENV`, `CONDA_PREFIX`, the `python3` in `PATH`, and the user's own;
-//! 5. in a CUDA toolkit: `CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`.
+//! 5. where it is usually installed beside the system: a CUDA toolkit, HPC-X.
 //!
-//! The driver's own libraries, libcuda and libnvidia-ml, come with the kernel module. They are looked for only where the dynamic
+//! The CUDA driver's own libraries, libcuda and libnvidia-ml, come with the kernel module. They are looked for only where the dynamic
 //! loader looks.
 
 use std::{
@@ -23,59 +23,52 @@ use std::{
 
 use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 
-use super::CudaError;
-
 /// A library to look for.
-pub(crate) struct Wanted {
+#[derive(Debug)]
+pub struct Wanted {
     /// What the library is, for error texts.
-    pub(crate) what: &'static str,
+    pub what: &'static str,
     /// The variable with its path.
-    pub(crate) variable: Option<&'static str>,
+    pub variable: Option<&'static str>,
     /// The file's names, the preferred one first.
-    pub(crate) names: &'static [&'static str],
+    pub names: &'static [&'static str],
     /// Folders inside Python's site-packages.
-    pub(crate) packages: &'static [&'static str],
+    pub packages: &'static [&'static str],
+    /// Where it may be installed: paths, or variables that begin with `$` and hold one.
+    pub roots: &'static [&'static str],
+    /// Folders inside those.
+    pub folders: &'static [&'static str],
     /// How the names begin of libraries in the same folder that it opens by name while it works, and would not find.
-    pub(crate) companions: Option<&'static str>,
+    pub companions: Option<&'static str>,
     /// The remedy if the library is missing.
-    pub(crate) install: &'static str,
+    pub install: &'static str,
 }
 
-pub(crate) const DRIVER: Wanted = Wanted {
-    what: "CUDA driver (libcuda)",
-    variable: None,
-    names: &["libcuda.so.1"],
-    packages: &[],
-    companions: None,
-    install: "install the NVIDIA driver, or start the container with access to its GPUs",
-};
-
-pub(crate) const NVML: Wanted = Wanted {
-    what: "NVML (libnvidia-ml)",
-    variable: None,
-    names: &["libnvidia-ml.so.1"],
-    packages: &[],
-    companions: None,
-    install: "it comes with the NVIDIA driver: let the container have the driver's `utility` capability",
-};
-
-pub(crate) const NVRTC: Wanted = Wanted {
-    what: "NVRTC (libnvrtc)",
-    variable: Some("ANTIPHON_NVRTC"),
-    names: &["libnvrtc.so.13", "libnvrtc.so.12"],
-    packages: &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"],
-    companions: Some("libnvrtc-builtins.so."),
-    install: "`pip install nvidia-cuda-nvrtc`, or install the CUDA toolkit, or set ANTIPHON_NVRTC to libnvrtc.so.13",
-};
-
-pub(crate) const NCCL: Wanted = Wanted {
-    what: "NCCL (libnccl)",
-    variable: Some("ANTIPHON_NCCL"),
-    names: &["libnccl.so.2"],
-    packages: &["nvidia/nccl/lib"],
-    companions: None,
-    install: "`pip install nvidia-nccl-cu13`, or install libnccl2, or set ANTIPHON_NCCL to libnccl.so.2",
-};
+/// A library that is opened at run time cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LibraryError {
+    /// It is not there.
+    #[error("no {library}: {install} (looked for {searched})")]
+    Missing {
+        /// What the library is.
+        library: &'static str,
+        /// What to install, or which variable to set.
+        install: &'static str,
+        /// Where it was looked for, with the loader's words.
+        searched: String,
+    },
+    /// It was opened, but lacks a function: it is another library, or a much older one.
+    #[error("{path} has no function {symbol}: it is not a {library} that this program can use")]
+    Symbol {
+        /// What the library should be.
+        library: &'static str,
+        /// The file that was opened.
+        path: PathBuf,
+        /// The function that it lacks.
+        symbol: &'static str,
+    },
+}
 
 /// An open library. It stays open until the process ends: closing what has threads and exit handlers is asking
 /// for trouble.
@@ -87,21 +80,19 @@ pub struct Library {
 }
 
 impl Library {
-    /// Opens NCCL.
+    /// Opens a library, looking where [the module's page](self) says.
     ///
     /// # Errors
-    /// [`CudaError::MissingLibrary`].
-    pub fn nccl() -> Result<Self, CudaError> {
-        Self::open(&NCCL)
-    }
-
-    /// Opens a library, looking where the module's page says.
-    pub(crate) fn open(wanted: &Wanted) -> Result<Self, CudaError> {
+    /// [`LibraryError::Missing`].
+    pub fn open(wanted: &Wanted) -> Result<Self, LibraryError> {
         Self::open_with(wanted, |name| env::var_os(name))
     }
 
     /// Opens the file of `wanted` at this path, or in this folder.
-    pub(crate) fn open_at(wanted: &Wanted, path: &Path) -> Result<Self, CudaError> {
+    ///
+    /// # Errors
+    /// [`LibraryError::Missing`].
+    pub fn open_at(wanted: &Wanted, path: &Path) -> Result<Self, LibraryError> {
         let files: Vec<PathBuf> = match path.is_dir() {
             true => wanted.names.iter().map(|name| path.join(name)).collect(),
             false => vec![path.to_owned()],
@@ -109,7 +100,7 @@ impl Library {
         first(wanted, files)
     }
 
-    fn open_with(wanted: &Wanted, variable: impl Fn(&str) -> Option<OsString>) -> Result<Self, CudaError> {
+    fn open_with(wanted: &Wanted, variable: impl Fn(&str) -> Option<OsString>) -> Result<Self, LibraryError> {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
         if let Some(path) = wanted.variable.and_then(&variable) {
             return Self::open_at(wanted, Path::new(&path));
@@ -119,13 +110,13 @@ impl Library {
             return Ok(library);
         }
         let found = first(wanted, wanted.names.iter().map(PathBuf::from));
-        let Err(CudaError::MissingLibrary { mut searched, library, install }) = found else { return found };
+        let Err(LibraryError::Missing { mut searched, library, install }) = found else { return found };
 
         if !wanted.packages.is_empty() {
             let folders = site_packages(&maps, variable)
                 .into_iter()
                 .flat_map(|site| wanted.packages.iter().map(move |package| site.join(package)))
-                .chain(toolkits(&variable));
+                .chain(installations(wanted, &variable));
             let files: Vec<PathBuf> = folders
                 .flat_map(|folder| wanted.names.iter().map(move |name| folder.join(name)))
                 .filter(|file| file.exists())
@@ -133,9 +124,10 @@ impl Library {
             if !files.is_empty() {
                 return first(wanted, files);
             }
-            searched.push_str("; not among Python's packages nor in a CUDA toolkit either");
+            let roots = wanted.roots.join(", ");
+            searched.push_str(&format!("; not among Python's packages nor in {roots} either"));
         }
-        Err(CudaError::MissingLibrary { library, install, searched })
+        Err(LibraryError::Missing { library, install, searched })
     }
 
     /// The file, or the name that the dynamic loader found it by.
@@ -146,24 +138,24 @@ impl Library {
     /// A function of the library.
     ///
     /// # Errors
-    /// [`CudaError::MissingSymbol`].
+    /// [`LibraryError::Symbol`].
     ///
     /// # Safety
     /// `F` is the function's type, a function pointer.
-    pub unsafe fn function<F: Copy>(&self, symbol: &'static str) -> Result<F, CudaError> {
+    pub unsafe fn function<F: Copy>(&self, symbol: &'static str) -> Result<F, LibraryError> {
         // SAFETY: passed on to the caller.
         match unsafe { self.handle.get::<F>(symbol) } {
             Ok(function) => Ok(*function),
-            Err(_) => Err(CudaError::MissingSymbol { library: self.what, path: self.path.clone(), symbol }),
+            Err(_) => Err(LibraryError::Symbol { library: self.what, path: self.path.clone(), symbol }),
         }
     }
 }
 
 /// The first that opens.
-fn first(wanted: &Wanted, candidates: impl IntoIterator<Item = PathBuf>) -> Result<Library, CudaError> {
+fn first(wanted: &Wanted, candidates: impl IntoIterator<Item = PathBuf>) -> Result<Library, LibraryError> {
     let mut searched = Vec::new();
     for path in candidates {
-        // SAFETY: NVIDIA's libraries have no initialiser that depends on this program's state; what the variable
+        // SAFETY: the libraries of NVIDIA and UCX have no initialiser that depends on this program's state; what the variable
         // names is the user's responsibility, as with LD_LIBRARY_PATH.
         match unsafe { Handle::open(Some(&path), RTLD_NOW | RTLD_LOCAL) } {
             Ok(handle) => {
@@ -173,7 +165,7 @@ fn first(wanted: &Wanted, candidates: impl IntoIterator<Item = PathBuf>) -> Resu
             Err(error) => searched.push(reason(&path, &error)),
         }
     }
-    Err(CudaError::MissingLibrary {
+    Err(LibraryError::Missing {
         library: wanted.what,
         install: wanted.install,
         searched: searched.join("; "),
@@ -254,11 +246,17 @@ fn site_packages(maps: &str, variable: impl Fn(&str) -> Option<OsString>) -> Vec
     found
 }
 
-/// The library folders of CUDA toolkits.
-fn toolkits(variable: impl Fn(&str) -> Option<OsString>) -> impl Iterator<Item = PathBuf> {
-    let named = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(variable);
-    let roots = named.map(PathBuf::from).chain([PathBuf::from("/usr/local/cuda")]);
-    roots.flat_map(|root| ["lib64", "targets/x86_64-linux/lib"].map(|folder| root.join(folder)))
+/// The folders of what is installed beside the system.
+fn installations(
+    wanted: &Wanted,
+    variable: impl Fn(&str) -> Option<OsString>,
+) -> impl Iterator<Item = PathBuf> {
+    let root = |root: &&str| match root.strip_prefix('$') {
+        Some(name) => variable(name).map(PathBuf::from),
+        None => Some(PathBuf::from(*root)),
+    };
+    let roots: Vec<PathBuf> = wanted.roots.iter().filter_map(root).collect();
+    roots.into_iter().flat_map(|root| wanted.folders.iter().map(move |folder| root.join(folder)))
 }
 
 #[cfg(test)]
@@ -270,6 +268,8 @@ mod tests {
         variable: Some("ANTIPHON_NOTHING"),
         names: &["libantiphon-nothing.so.1"],
         packages: &["nvidia/nothing/lib"],
+        roots: &["$NOTHING_HOME", "/usr/local/nothing"],
+        folders: &["lib64", "lib"],
         companions: None,
         install: "there is nothing to install",
     };
@@ -279,7 +279,7 @@ mod tests {
         let error = Library::open_with(&NOTHING, |_| None).unwrap_err().to_string();
         assert!(error.starts_with("no Nothing (libnothing): there is nothing to install"), "{error}");
         assert!(error.contains("libantiphon-nothing.so.1: cannot open shared object file"), "{error}");
-        assert!(error.contains("nor in a CUDA toolkit"), "{error}");
+        assert!(error.contains("nor in $NOTHING_HOME, /usr/local/nothing either"), "{error}");
     }
 
     #[test]
@@ -291,7 +291,7 @@ mod tests {
             let variable = |name: &str| (name == "ANTIPHON_NOTHING").then(|| path.into());
             let error = Library::open_with(&NOTHING, variable).unwrap_err().to_string();
             assert!(error.contains(&format!("{}: file too short", file.display())), "{error}");
-            assert!(!error.contains("toolkit"), "{error}");
+            assert!(!error.contains("Python"), "{error}");
         }
     }
 
@@ -315,8 +315,19 @@ mod tests {
         let maps = maps.repeat(2);
         assert_eq!(site_packages(&maps, |_| None), [Path::new("/opt/env/lib/python3.11/site-packages")]);
         let nvrtc = Path::new("/usr/local/cuda/lib64/libnvrtc.so.13.0.88");
-        assert_eq!(loaded(&maps, NVRTC.names).as_deref(), Some(nvrtc));
-        assert_eq!(loaded(&maps, NCCL.names), None);
+        assert_eq!(loaded(&maps, &["libnvrtc.so.13", "libnvrtc.so.12"]).as_deref(), Some(nvrtc));
+        assert_eq!(loaded(&maps, &["libnccl.so.2"]), None);
+    }
+
+    #[test]
+    fn a_library_of_an_installation_is_found() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir(root.path().join("lib")).unwrap();
+        let file = root.path().join("lib/libantiphon-nothing.so.1");
+        fs::write(&file, "not a library, but found").unwrap();
+        let variable = |name: &str| (name == "NOTHING_HOME").then(|| root.path().into());
+        let error = Library::open_with(&NOTHING, variable).unwrap_err().to_string();
+        assert!(error.contains(&file.display().to_string()), "{error}");
     }
 
     #[test]

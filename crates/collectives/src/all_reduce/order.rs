@@ -1,0 +1,53 @@
+//! The order in which a communicator adds up.
+
+use antiphon_device::host::reduce::Reducer;
+use antiphon_fabric::{Communicator, Nodes};
+use antiphon_operation::ReduceOp;
+use antiphon_tensor::DType;
+
+use super::Reduce;
+
+/// A reduction of the contributions of ranks in the order of their communicator: that of the ranks, where all of them are on one
+/// node; else the ranks of each node in that order, and then the nodes' results in the order of the nodes' first ranks.
+pub(crate) struct InOrder {
+    pub(crate) reducer: Reducer,
+    pub(crate) nodes: Option<Nodes>,
+}
+
+impl InOrder {
+    #[inline]
+    pub(crate) fn new(comm: &Communicator, dtype: DType, op: ReduceOp) -> Self {
+        Self { reducer: Reducer::new(dtype, op), nodes: comm.several_nodes().cloned() }
+    }
+
+    /// Reduces `count` elements of the contributions of the ranks from `first` on.
+    ///
+    /// # Safety
+    /// As [`Reducer::run`].
+    #[inline]
+    pub(crate) unsafe fn run_from(
+        &self,
+        first: usize,
+        destination: *mut u8,
+        sources: &[*const u8],
+        count: usize,
+    ) {
+        match &self.nodes {
+            // SAFETY: passed on.
+            None => unsafe { self.reducer.run(destination, sources, count) },
+            Some(nodes) => {
+                let nodes = &nodes.of_ranks()[first..first + sources.len()];
+                // SAFETY: passed on.
+                unsafe { self.reducer.run_by_node(destination, sources, nodes, count) }
+            }
+        }
+    }
+}
+
+impl Reduce for InOrder {
+    #[inline]
+    unsafe fn run(&self, destination: *mut u8, sources: &[*const u8], count: usize) {
+        // SAFETY: passed on.
+        unsafe { self.run_from(0, destination, sources, count) }
+    }
+}

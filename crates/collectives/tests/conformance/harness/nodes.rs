@@ -1,0 +1,74 @@
+//! Ranks on several nodes, as threads: each node has memory of its own, and an engine between threads carries what passes between nodes.
+
+use std::{
+    marker::PhantomData,
+    sync::{Arc, Barrier},
+};
+
+use antiphon_fabric::LocalWorld;
+
+use super::{
+    TIMEOUT,
+    host::{Host, Ranks},
+};
+
+/// Ranks are threads on the nodes of a layout.
+pub type HostNodes<L> = Host<OnNodes<L>>;
+
+/// Which node each rank is on.
+pub trait Layout: Send + Sync + 'static {
+    fn node(rank: usize, world_size: usize) -> u32;
+}
+
+/// The first half of the ranks, and the others.
+pub struct Halves;
+/// The first rank, and the others.
+pub struct OneAndRest;
+/// Even ranks, and odd ones.
+pub struct Interleaved;
+
+impl Layout for Halves {
+    fn node(rank: usize, world_size: usize) -> u32 {
+        u32::from(rank >= world_size.div_ceil(2))
+    }
+}
+
+impl Layout for OneAndRest {
+    fn node(rank: usize, _world_size: usize) -> u32 {
+        u32::from(rank > 0)
+    }
+}
+
+impl Layout for Interleaved {
+    fn node(rank: usize, _world_size: usize) -> u32 {
+        rank as u32 % 2
+    }
+}
+
+/// Threads on the nodes of a layout.
+pub struct OnNodes<L>(Arc<Barrier>, PhantomData<L>);
+
+impl<L: Layout> Ranks for OnNodes<L> {
+    fn run(world_size: usize, rank: &(dyn Fn(Host<Self>) + Sync)) {
+        let all = Arc::new(Barrier::new(world_size));
+        let names: Vec<&str> =
+            Self::nodes(world_size).iter().map(|node| ["left", "right"][*node as usize]).collect();
+        // Each test has another order of messages, and the same one each time.
+        let disturb = |network: &antiphon_fabric::engine::Network| network.reorder(world_size as u64);
+        LocalWorld::run_on_nodes(&names, TIMEOUT, disturb, |comm| {
+            rank(Host { comm, ranks: Self(all.clone(), PhantomData) });
+        });
+    }
+
+    fn nodes(world_size: usize) -> Vec<u32> {
+        (0..world_size).map(|rank| L::node(rank, world_size)).collect()
+    }
+
+    fn meet(&self) {
+        self.0.wait();
+    }
+
+    fn of_group(&self) -> Self {
+        Self(self.0.clone(), PhantomData)
+    }
+}

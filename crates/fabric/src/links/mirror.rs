@@ -1,0 +1,194 @@
+//! What arrives from other nodes.
+
+use std::{
+    ptr::NonNull,
+    sync::{MutexGuard, PoisonError},
+};
+
+use antiphon_device::sync::Mutex;
+
+use super::{KIND_BITS, Kind, Word};
+use crate::{
+    engine::{Message, Receiver},
+    layout::{BODY, LANES, MESSAGE_BELL, RING, Regions},
+    nodes::Nodes,
+};
+
+/// The mirrors of remote ranks in the memory of this node, as one process writes them.
+pub(crate) struct Mirror {
+    rank: usize,
+    regions: Regions,
+    nodes: Nodes,
+    node: usize,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// The pieces of each packet of rounds, by sender, lane and parity.
+    packets: Vec<Gathered>,
+    /// How many packets of rings are there, by sender.
+    received: Vec<u64>,
+    /// Words that do not count yet.
+    pending: Vec<Pending>,
+    /// The number of the last word of each sender that counts.
+    numbers: Vec<u64>,
+}
+
+/// How much of a packet is there.
+#[derive(Clone, Copy, Default)]
+struct Gathered {
+    round: u64,
+    bytes: u64,
+}
+
+/// A word that counts once the words before it do, and its rank's posts up to these rounds are there, and so many packets.
+struct Pending {
+    sender: usize,
+    word: Word,
+    number: u64,
+    posted: [u64; LANES],
+    sent: u64,
+}
+
+impl Mirror {
+    /// For rank `rank` of a communicator with this memory.
+    pub(crate) fn new(rank: usize, nodes: Nodes, regions: Regions) -> Self {
+        let world_size = nodes.world_size();
+        let state = State {
+            packets: vec![Gathered::default(); world_size * LANES * 2],
+            received: vec![0; world_size],
+            pending: Vec::new(),
+            numbers: vec![0; world_size],
+        };
+        Self { rank, regions, node: nodes.of(rank), nodes, state: Mutex::new(state) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_remote(&self, sender: usize) -> bool {
+        sender < self.nodes.world_size() && self.nodes.of(sender) != self.node
+    }
+
+    /// Counts a piece; publishes the packet if it was the last of it.
+    fn post(&self, state: &mut State, sender: usize, message: &Message, len: usize) {
+        let [packet, round, words @ .., total] = message.words;
+        let (Ok(packet), true) = (usize::try_from(packet), total <= BODY as u64) else { return };
+        if packet >= LANES * 2 || round % 2 != packet as u64 % 2 {
+            return;
+        }
+        let gathered = &mut state.packets[sender * LANES * 2 + packet];
+        if gathered.round != round {
+            if gathered.round > round {
+                return;
+            }
+            *gathered = Gathered { round, bytes: 0 };
+        }
+        gathered.bytes += len as u64;
+        if gathered.bytes != total {
+            return;
+        }
+        let (lane, parity) = (packet / 2, packet % 2);
+        self.regions.mailbox(sender, lane, parity).head.publish(round, words);
+        self.ring(lane..lane + 1);
+    }
+
+    /// Publishes a packet of the ring of messages to this rank.
+    fn packet(&self, state: &mut State, sender: usize, message: &Message, len: usize) {
+        let [index, stamp, words @ .., total] = message.words;
+        if index >= RING as u64 || len as u64 != total {
+            return;
+        }
+        self.regions.ring(sender, self.rank, index as usize).head.publish(stamp, words);
+        state.received[sender] += 1;
+        self.regions.control(self.rank).bells[MESSAGE_BELL].0.ring();
+    }
+
+    /// Notes what a rank has consumed of this rank's ring. It may be older than what is known.
+    fn consumed(&self, sender: usize, message: &Message) {
+        let [count, expected @ .., _, _] = message.words;
+        let consumed = self.regions.consumed(self.rank, sender);
+        if expected[0] != 0 {
+            consumed.refuse(expected);
+        }
+        if count > consumed.count() {
+            consumed.announce(count);
+        }
+        self.regions.control(self.rank).bells[MESSAGE_BELL].0.ring();
+    }
+
+    fn ring(&self, bells: std::ops::Range<usize>) {
+        for &rank in self.nodes.ranks(self.node) {
+            for bell in bells.clone() {
+                self.regions.control(rank).bells[bell].0.ring();
+            }
+        }
+    }
+
+    /// Applies the words that count now.
+    fn apply_words(&self, state: &mut State) {
+        while let Some(next) = state.pending.iter().position(|pending| self.counts(pending, state)) {
+            let Pending { sender, word, number, .. } = state.pending.swap_remove(next);
+            state.numbers[sender] = number;
+            let control = self.regions.control(sender);
+            match word {
+                Word::Departed => control.depart(),
+                Word::Fault(fault) => control.say_fault(fault),
+                Word::FaultInGroup(fault) => control.say_fault_in_group(fault),
+                Word::GivenUp { lane, round } => self.regions.given_up(lane).mark(round),
+            }
+            self.ring(0..LANES + 1);
+        }
+    }
+
+    fn counts(&self, pending: &Pending, state: &State) -> bool {
+        let has_posted = |lane: usize| {
+            let round = pending.posted[lane];
+            let packet = self.regions.mailbox(pending.sender, lane, (round % 2) as usize);
+            packet.head.stamp() >= round
+        };
+        pending.number == state.numbers[pending.sender] + 1
+            && pending.sent <= state.received[pending.sender]
+            && (0..LANES).all(has_posted)
+    }
+}
+
+// SAFETY: a region is valid for writing as long as the mapping, which `regions` holds; others access it through raw pointers and
+// atomics, and read what is written here after the head says that it is there.
+unsafe impl Receiver for Mirror {
+    fn region(&self, sender: usize) -> Option<NonNull<[u8]>> {
+        let region = || {
+            let (start, len) = (self.regions.region(sender), self.regions.layout().stride);
+            NonNull::slice_from_raw_parts(start, len)
+        };
+        self.is_remote(sender).then(region)
+    }
+
+    fn arrived(&self, message: &Message, len: usize) {
+        let sender = message.sender as usize;
+        if !self.is_remote(sender) {
+            return;
+        }
+        let mut state = self.lock();
+        match Kind::decode(message.kind) {
+            Some(Kind::Post) => self.post(&mut state, sender, message, len),
+            Some(Kind::Packet) => self.packet(&mut state, sender, message, len),
+            Some(Kind::Consumed) => self.consumed(sender, message),
+            Some(Kind::Word) => {
+                let [both, value, posted @ .., sent] = message.words;
+                let (kind, number) = (both & ((1 << KIND_BITS) - 1), both >> KIND_BITS);
+                if let Some(word) = Word::decode(kind, value) {
+                    if word == Word::Departed {
+                        self.regions.note_leaving(sender);
+                    }
+                    state.pending.push(Pending { sender, word, number, posted, sent });
+                }
+            }
+            None => {}
+        }
+        if !state.pending.is_empty() {
+            self.apply_words(&mut state);
+        }
+    }
+}
