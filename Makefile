@@ -58,7 +58,7 @@ endif
 
 # Whether the tests notice kernels that lack a release, an acquire, a fence, a wait or a barrier: scripts/mutants.py. The tests are built once.
 mutants: emulator
-	$(EMULATED) python3 scripts/mutants.py $(MUTANTS)
+	$(EMULATED) ANTIPHON_EMULATOR_MULTIPROCESSORS=8 python3 scripts/mutants.py $(MUTANTS)
 
 # The emulated tests, up to the first race, in other orders of threads for each seed: `make soak SEEDS="$$(seq 100)"` for hours. The tests of
 # replays that overlap race on purpose.
