@@ -6,13 +6,26 @@
 use std::{
     collections::{BTreeMap, HashSet},
     ptr,
-    sync::{Mutex, atomic::Ordering},
+    sync::{
+        Mutex,
+        atomic::{AtomicU32, AtomicUsize, Ordering},
+    },
 };
 
-use crate::{
-    lock, memory, queue, races,
-    room::{Resident, Watch},
-};
+use crate::{lock, memory, queue, races, room::Resident};
+
+/// What a block says of itself while it runs; the device's side, fibers.hpp, has the same layout.
+#[repr(C)]
+#[derive(Debug, Default)]
+pub(crate) struct Watch {
+    /// Rounds of its threads since one of them did other than look at memory.
+    pub rests: AtomicU32,
+    /// Rounds in which one did.
+    pub moves: AtomicU32,
+    /// Where a thread looked last, and the address of the instruction if it is known.
+    pub looks_at: AtomicUsize,
+    pub pc: AtomicUsize,
+}
 
 /// A block that has looked at memory so many rounds, and done nothing else, waits.
 const RESTS: u32 = 64;

@@ -7,12 +7,13 @@ use std::{
 };
 
 use crate::{
+    circle::Watch,
     lock,
     races::{
         self, grids, order,
         threads::{Block, ClusterOrder, Knowledge},
     },
-    room::{Needs, Ticket, Watch},
+    room::{Needs, Ticket},
     wait,
 };
 

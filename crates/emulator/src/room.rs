@@ -7,12 +7,15 @@ use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     sync::{
         Arc, Condvar, Mutex, OnceLock,
-        atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
 
-use crate::{circle, lock};
+use crate::{
+    circle::{self, Watch},
+    lock,
+};
 
 pub(crate) const SHARED_BYTES_PER_MULTIPROCESSOR: u32 = 233_472;
 pub(crate) const THREADS_PER_MULTIPROCESSOR: u32 = 2048;
@@ -136,19 +139,6 @@ impl Multiprocessor {
     fn load(&self) -> u32 {
         self.warps.iter().sum()
     }
-}
-
-/// What a block says of itself while it runs; the device's side, fibers.hpp, has the same layout.
-#[repr(C)]
-#[derive(Debug, Default)]
-pub(crate) struct Watch {
-    /// Rounds of its threads since one of them did other than look at memory.
-    pub rests: AtomicU32,
-    /// Rounds in which one did.
-    pub moves: AtomicU32,
-    /// Where a thread looked last, and the address of the instruction if it is known.
-    pub looks_at: AtomicUsize,
-    pub pc: AtomicUsize,
 }
 
 /// A grid that has not ended.

@@ -50,7 +50,7 @@ struct cluster {
     unsigned arrived, generation;
     char* anchors[MAX_CLUSTER];
 };
-// What a block says of itself; room.rs has the same layout.
+// What a block says of itself; circle.rs has the same layout.
 struct watch {
     unsigned rests, moves;
     size_t looks_at, pc;
@@ -382,8 +382,7 @@ RUNTIME void run(const launch& l) {
         __atomic_store_n(&l.watch->looks_at, b.looks_at, __ATOMIC_RELAXED);
         __atomic_store_n(&l.watch->pc, b.looks_pc, __ATOMIC_RELAXED);
         __atomic_store_n(&l.watch->rests, rests, __ATOMIC_RELAXED);
-        const timespec pause{0, 10000l << (rests / 8 < 6 ? rests / 8 : 6)};
-        if (rests > 4) nanosleep(&pause, nullptr);
+        if (const timespec pause{0, 10000l << (rests / 8 < 6 ? rests / 8 : 6)}; rests > 4) nanosleep(&pause, nullptr);
         else if (rests) sched_yield();
     }
     for (unsigned t = 0; t < b.threads; ++t) {
