@@ -165,10 +165,12 @@ mod tests {
                         let job = Job::of_process(std::process::id()).unwrap();
                         assert!(job.processes.contains(&std::process::id()));
                         let is_it = |one: &JobCommunicator| one.holding_up() == [0] && !one.is_group;
+                        let waits_at_barrier =
+                            |rank: &&JobRank| rank.wait.as_ref().is_some_and(|wait| wait.call == "barrier");
                         let found = job.communicators.into_iter().find(|one| {
                             one.world_size == 3
                                 && is_it(one)
-                                && one.ranks.iter().filter(|r| r.wait.is_some()).count() == 2
+                                && one.ranks.iter().filter(waits_at_barrier).count() == 2
                         });
                         if let Some(found) = found {
                             break found;
@@ -177,8 +179,7 @@ mod tests {
                     };
                     assert_eq!(waiting.ranks.iter().map(|rank| rank.rank).collect::<Vec<_>>(), [0, 1, 2]);
                     for rank in &waiting.ranks[1..] {
-                        let wait = rank.wait.as_ref().unwrap();
-                        assert_eq!((wait.call.as_str(), wait.missing.contains(&0)), ("barrier", true));
+                        assert!(rank.wait.as_ref().unwrap().missing.contains(&0));
                     }
                     comm.barrier().unwrap();
                 }
