@@ -248,8 +248,7 @@ struct reader {
     // Loads the tag for which `finish` waits in advance, without a register. The loaded tag is only a hint, because such a copy is
     // not indivisible.
     DEVICE void ask_for_tag() {
-        const u8* const place = a.own + slot + rank_of(a, threadIdx.x) * 16;
-        if (has_tag()) copy_async16(hint(), place); // races: `finish` takes it only if all of it equals the tag, and waits otherwise
+        if (has_tag()) copy_async16(hint(), a.own + slot + rank_of(a, threadIdx.x) * 16); // races: `finish` takes it only if it is the tag
         has_asked = true;
     }
     static DEVICE uint4* hint() {
