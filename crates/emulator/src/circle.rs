@@ -1,4 +1,4 @@
-//! When nothing can move: who waits for whom.
+//! The circle of grids, streams and blocks that wait for each other when nothing can move.
 //!
 //! A grid whose blocks have no place waits for the grids that run on its GPU. Of a grid that looks at memory the emulator does not know who
 //! would write there; kernels of one name wait for each other, so it is taken to wait for those grids of its name that lack room on other GPUs.
@@ -14,7 +14,7 @@ use std::{
 
 use crate::{lock, memory, queue, races, room::Resident};
 
-/// What a block says of itself while it runs; the device's side, fibers.hpp, has the same layout.
+/// The state that a block publishes while it runs; the device's side, fibers.hpp, has the same layout.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub(crate) struct Watch {

@@ -232,7 +232,7 @@ static CHANGED: Condvar = Condvar::new();
 /// When nothing has moved for so long, there is a report.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Reports a circle if nothing has moved for long; for who waits.
+/// Reports a circle if nothing has moved for long. A waiting thread calls this.
 pub(crate) fn look_for_circle() {
     lock(&ROOM).get_or_insert_default().look_for_circle();
 }

@@ -50,7 +50,7 @@ struct cluster {
     unsigned arrived, generation;
     char* anchors[MAX_CLUSTER];
 };
-// What a block says of itself; circle.rs has the same layout.
+// The state that a block publishes; circle.rs has the same layout.
 struct watch {
     unsigned rests, moves;
     size_t looks_at, pc;

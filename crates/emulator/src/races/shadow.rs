@@ -46,7 +46,7 @@ pub(super) struct Cell {
 pub(super) struct Page {
     /// Null until a part of the page is accessed.
     cells: AtomicPtr<Cell>,
-    /// Who has written all of it, before that.
+    /// The last thread that wrote the whole word, before that access.
     whole: Mutex<Record>,
     /// Memory of a block: what other clusters have done there is over.
     pub is_shared: bool,
@@ -185,7 +185,7 @@ pub(super) struct Shard {
     messages: UnsafeCell<Messages>,
 }
 
-// SAFETY: `messages` are accessed by who has taken the lock.
+// SAFETY: only a thread that holds the lock accesses `messages`.
 unsafe impl Sync for Shard {}
 
 /// A granule, locked.

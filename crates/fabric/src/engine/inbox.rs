@@ -41,7 +41,7 @@ pub struct Dropped {
 pub(super) const LEAVES: u32 = Message::ENGINES_OWN;
 pub(super) const LIVES: u32 = Message::ENGINES_OWN + 1;
 
-/// What a peer says of itself.
+/// The state that a peer announces.
 #[derive(Default)]
 struct Signs {
     left: AtomicU32,

@@ -71,7 +71,7 @@ impl Kind {
     }
 }
 
-/// What a rank says of itself to all.
+/// The facts that a rank announces to all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Word {
     /// It has dropped its communicator.
