@@ -92,6 +92,21 @@ fn order_and_delay_of_messages_do_not_matter() {
     }
 }
 
+/// The last round of a rank that leaves says that it has read all before, also if the engine says later that this was sent.
+#[test]
+fn a_rank_that_left_with_all_it_needs_fails_no_other() {
+    for nodes in LAYOUTS {
+        let disturb = |network: &Network| {
+            for (from, to) in (0..nodes.len()).flat_map(|from| (0..nodes.len()).map(move |to| (from, to))) {
+                let late = if from == 0 { 30 } else { 0 };
+                network.delay_completions(from, to, Duration::from_millis(late));
+            }
+        };
+        let results = LocalWorld::run_on_nodes(nodes, TIMEOUT, disturb, |comm| exchange_rounds(&comm, 6));
+        results.into_iter().for_each(|result| result.unwrap());
+    }
+}
+
 /// A rank that leaves a call computes, while what it has posted may be under way.
 #[test]
 fn a_rank_that_computes_holds_up_no_other() {

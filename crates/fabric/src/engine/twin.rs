@@ -68,8 +68,8 @@ struct End {
 #[derive(Default)]
 struct Queue {
     parcels: VecDeque<Parcel>,
-    /// Flights of this end with a send that was delivered.
-    finished: Vec<Arc<Flight>>,
+    /// Flights of this end with a send that was delivered, and when this end hears of that.
+    finished: Vec<(Instant, Arc<Flight>)>,
     /// The peers that left. They are lost when their last parcel has arrived.
     gone: Vec<usize>,
     connected: Vec<usize>,
@@ -82,6 +82,8 @@ struct Link {
     bytes: AtomicU64,
     /// In nanoseconds.
     delay: AtomicU64,
+    /// In nanoseconds.
+    completion_delay: AtomicU64,
     cut: AtomicU32,
 }
 
@@ -190,28 +192,37 @@ impl Twin {
         }
         if let Payload::Borrowed(_, flight) = parcel.payload {
             let sender = &self.network.ends[parcel.from];
-            sender.queue().finished.push(flight);
+            let delay = self.network.link(parcel.from, self.index).completion_delay.load(Ordering::Relaxed);
+            sender.queue().finished.push((Instant::now() + Duration::from_nanos(delay), flight));
             sender.changed.notify_all();
         }
     }
 
-    /// Completes the sends that were delivered. Whether there was one.
+    /// Completes the sends that were delivered, as far as this end has heard of it. Whether there was one.
     fn finish_flights(&self) -> bool {
         let mut queue = self.end().queue();
-        let finished = queue.finished.len();
-        queue.finished.drain(..).for_each(|flight| flight.finish());
-        finished > 0
+        let before = queue.finished.len();
+        let now = Instant::now();
+        queue.finished.retain(|(due, flight)| {
+            let is_due = *due <= now;
+            if is_due {
+                flight.finish();
+            }
+            !is_due
+        });
+        queue.finished.len() < before
     }
 
     /// How long nothing will move, unless something changes.
     fn until_something_moves(&self, queue: &Queue) -> Duration {
-        if queue.woken || !queue.finished.is_empty() || queue.gone.iter().any(|&peer| queue.has_all_of(peer))
-        {
+        if queue.woken || queue.gone.iter().any(|&peer| queue.has_all_of(peer)) {
             return Duration::ZERO;
         }
         let now = Instant::now();
         let parcels = queue.parcels.iter().filter(|parcel| !self.network.is_cut(parcel.from, self.index));
-        parcels.map(|parcel| parcel.due.saturating_duration_since(now)).min().unwrap_or(Duration::MAX)
+        let finished = queue.finished.iter().map(|(due, _)| *due);
+        let due = parcels.map(|parcel| parcel.due).chain(finished).min();
+        due.map_or(Duration::MAX, |due| due.saturating_duration_since(now))
     }
 
     /// Marks the peers as lost that left, and of which nothing is under way any more. Whether there was one.
@@ -400,7 +411,9 @@ impl Shared {
         let parcels = std::mem::take(&mut self.ends[peer].queue().parcels);
         for parcel in parcels {
             if let Payload::Borrowed(_, flight) = parcel.payload {
-                self.ends[parcel.from].queue().finished.push(flight);
+                let sender = &self.ends[parcel.from];
+                sender.queue().finished.push((Instant::now(), flight));
+                sender.changed.notify_all();
             }
         }
     }
@@ -427,8 +440,12 @@ impl Network {
 
     /// Lets what is sent from now on take so long.
     pub fn delay(&self, from: usize, to: usize, delay: Duration) {
-        let nanoseconds = u64::try_from(delay.as_nanos()).unwrap_or(u64::MAX);
-        self.0.link(from, to).delay.store(nanoseconds, Ordering::Relaxed);
+        self.0.link(from, to).delay.store(nanoseconds(delay), Ordering::Relaxed);
+    }
+
+    /// Lets a sender hear so much later than the receiver that a payload has arrived which was not copied.
+    pub fn delay_completions(&self, from: usize, to: usize, delay: Duration) {
+        self.0.link(from, to).completion_delay.store(nanoseconds(delay), Ordering::Relaxed);
     }
 
     /// Delivers the messages that wait in an order that this number determines, instead of the order in which they were sent.
@@ -468,4 +485,9 @@ impl Network {
     pub fn kill(&self, peer: usize) {
         self.0.leave(peer);
     }
+}
+
+/// Longer than 584 years is for ever.
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

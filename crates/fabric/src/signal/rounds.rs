@@ -220,19 +220,27 @@ impl Rounds {
         Ok(())
     }
 
-    /// Waits until the packet of the next round may be filled. Its peers have read what it held before; the engine may not have
-    /// noticed yet that what it sent of it has arrived.
+    /// Waits until the packet of the next round may be filled. Its peers have read what it held before, as they have posted this round; the
+    /// engine may not have noticed yet that what it sent of it has arrived. A peer that has left since is no reason to fail.
     #[inline]
     fn await_outbox(&mut self, signature: &Signature) -> Result<(), FabricError> {
         let Some(links) = &self.endpoint.links else { return Ok(()) };
         let Endpoint { health, regions, .. } = &*self.endpoint;
         let (lane, next) = (self.lane, self.sequence + 1);
         let refill = || links.may_refill(lane, next).then_some(());
-        let missing = || if refill().is_some() { Vec::new() } else { links.rails().to_vec() };
+        let has_stayed = |&rail: &usize| !regions.control(rail).has_departed();
+        let stayed = || match refill() {
+            None => links.rails().iter().copied().filter(has_stayed).collect(),
+            Some(()) => Vec::new(),
+        };
         let look = |waited| {
             self.endpoint.check_interrupt(*signature)?;
+            health.check(regions, *signature, stayed, waited, Duration::MAX)?;
             let timeout = self.limit.unwrap_or_else(|| self.endpoint.timeout());
-            health.check(regions, *signature, missing, waited, timeout)
+            match waited < timeout || refill().is_some() {
+                true => Ok(()),
+                false => Err(health.timed_out(*signature, waited, links.rails().to_vec())),
+            }
         };
         let bell = &regions.control(self.endpoint.rank).bells[lane].0;
         let free = self.endpoint.wait_for(bell, self.endpoint.patience, refill, look);
