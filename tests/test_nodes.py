@@ -119,7 +119,7 @@ PROGRAM = """
     comm = antiphon.init()
     total = comm.all_reduce(np.full(3, float(comm.rank)))
     # In one piece: ranks share the pipe, and Python may be told not to buffer.
-    os.write(1, f"rank {comm.rank} of {comm.world_size} {comm.nodes} {total.tolist()}\n".encode())
+    os.write(1, f"rank {comm.rank} of {comm.world_size} {comm.nodes} {total.tolist()}\\n".encode())
 """
 
 

@@ -73,6 +73,15 @@ def experts(comm: Comm, device: Device) -> None:
             world, comm.rank, tokens, hidden, workspace.tensor, False, layer.residual, layer.weight, EPS, 0.25, 3, *mine,
             None, total, None, None, None, None,
         )  # fmt: skip
+    # What the call behind them refuses names what the caller called.
+    nine = layer.weight[:9]
+    with pytest.raises(ValueError, match="^trtllm_moe_finalize_allreduce_fusion: .*weight has 9 elements, expected 256"):
+        peer.trtllm_moe_finalize_allreduce_fusion(**{**finalize, "norm_weight": nine}, workspace=workspace.tensor)
+    with pytest.raises(ValueError, match="^trtllm_moe_allreduce_fusion: .*weight has 9 elements, expected 256"):
+        peer.trtllm_moe_allreduce_fusion(
+            world, comm.rank, tokens, hidden, workspace.tensor, False, layer.residual, nine, EPS, 0.25, 4, *mine,
+            None, total, residual, norm, None, None,
+        )  # fmt: skip
     workspace.end()
 
 

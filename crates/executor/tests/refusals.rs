@@ -150,6 +150,21 @@ fn a_signal_that_never_comes_is_named() {
 }
 
 #[test]
+fn a_rank_that_does_not_load_the_plan_is_named_with_the_call() {
+    for world_size in [2, 3, 4, 8] {
+        let texts = LocalWorld::run_with(world_size, Duration::from_millis(200), |comm| {
+            (comm.rank() != 1).then(|| {
+                let loaded = LoadedPlan::load(&comm, &two_shot(world_size), Options::default());
+                loaded.map(drop).unwrap_err().to_string()
+            })
+        });
+        for text in texts.into_iter().flatten() {
+            assert!(text.contains("rank 1") && text.contains("load_plan"), "{text}");
+        }
+    }
+}
+
+#[test]
 fn a_range_outside_its_buffer_is_refused_when_the_plan_is_loaded() {
     let mut plan = plans::two_shot(2, ReduceOp::Sum, false).unwrap();
     for gpu in &mut plan.gpus {

@@ -201,6 +201,8 @@ operations! {
     /// Every rank gets, for each of its tokens, the sum of what the ranks of the token's experts made of it, of which each has
     /// summed what its own experts made.
     HybridCombine = 26: Row { algorithms: &[(1, "probs")], ..Row::of_experts("hybrid_combine") },
+    /// Ranks make a plan ready.
+    LoadPlan = 27: Row { count: Count::Nothing, ..Row::new("load_plan") },
 }
 
 impl Operation {
@@ -256,7 +258,7 @@ mod tests {
     #[test]
     fn codes_are_those_that_ranks_of_this_version_write() {
         let codes: Vec<_> = Operation::ALL.iter().map(|operation| operation.code()).collect();
-        assert_eq!(codes, Vec::from_iter(1..=26));
+        assert_eq!(codes, Vec::from_iter(1..=27));
     }
 
     #[test]

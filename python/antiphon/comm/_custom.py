@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from antiphon._types import Algorithm
 from antiphon.comm._integers import AllReduceFusionOp, AllReduceStrategyConfig, AllReduceStrategyType
-from antiphon.comm._tensors import missing
+from antiphon.comm._tensors import missing, refusing_as
 from antiphon.comm._workspaces import of_pointers
 from antiphon.comm.vllm_ar import Refused
 
@@ -80,6 +80,7 @@ def trtllm_custom_all_reduce(
     )
 
 
+@refusing_as(_NAME)
 def run(
     x: "torch.Tensor",
     out: "torch.Tensor",

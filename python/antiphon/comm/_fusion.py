@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from antiphon._types import Algorithm, Quantize
 from antiphon.comm._integers import AllReduceFusionPattern
-from antiphon.comm._tensors import factor, fp4_scales, missing, parted
+from antiphon.comm._tensors import factor, fp4_scales, missing, parted, refusing_as
 from antiphon.comm._workspaces import of_tensor
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ def chosen() -> Callable[..., None]:
     return run
 
 
+@refusing_as(_NAME)
 def run(
     x: "torch.Tensor",
     workspace: "torch.Tensor",

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from antiphon.comm._tensors import apart, factor, fp4_scales, missing, parted
+from antiphon.comm._tensors import apart, factor, fp4_scales, missing, parted, refusing_as
 from antiphon.comm._workspaces import of_tensor
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def trtllm_moe_allreduce_fusion(
     )
 
 
+@refusing_as(_REDUCTION)
 def run_reduction(
     workspace: "torch.Tensor",
     world_size: int,
@@ -198,6 +199,7 @@ def trtllm_moe_finalize_allreduce_fusion(
     )
 
 
+@refusing_as(_FINALIZE)
 def run_finalize(
     rows: "torch.Tensor",
     residual: "torch.Tensor",

@@ -1,6 +1,8 @@
 """Preparing the tensors of fused calls."""
 
+import functools
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from antiphon.comm._integers import QuantizationSFLayout
@@ -15,6 +17,25 @@ def missing(caller: str, **tensors: object) -> ValueError:
     """The error that names the missing ones of some arguments."""
     names = ", ".join(name for name, tensor in tensors.items() if tensor is None)
     return ValueError(f"{caller}: {names} must be given")
+
+
+def refusing_as(caller: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Lets a function's refusals by :meth:`antiphon.Communicator.all_reduce_fused` name ``caller``, which users called."""
+
+    def decorate(call: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(call)
+        def named(*arguments: object) -> None:
+            try:
+                call(*arguments)
+            except (TypeError, ValueError) as error:
+                text = str(error)
+                if type(error) not in (TypeError, ValueError) or text.startswith(f"{caller}: "):
+                    raise
+                raise type(error)(f"{caller}: {text.removeprefix('all_reduce_fused: ')}") from error
+
+        return named
+
+    return decorate
 
 
 def dtype_of(caller: str, dtype: "torch.dtype | str") -> "torch.dtype":

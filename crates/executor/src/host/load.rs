@@ -1,6 +1,6 @@
 //! Loading a plan: once, on all ranks together.
 
-use antiphon_fabric::{ArenaOffsets, Communicator};
+use antiphon_fabric::{ArenaOffsets, Communicator, Operation, Signature};
 use antiphon_plan::{
     Access, Block, BufferType, ChannelId, ChannelType, OpKind, Plan, Rank, Wiring, verify::VerifiedPlan,
 };
@@ -123,6 +123,16 @@ impl LoadedPlan {
 
     /// Loads a plan that is right for chunks of up to some bytes, or of any number.
     fn load_up_to(
+        comm: &Communicator,
+        plan: Plan,
+        options: Options,
+        largest_chunk: Option<u64>,
+    ) -> Result<Self> {
+        let call = Signature::new(Operation::LoadPlan);
+        comm.as_part_of(&call, || Self::load_together(comm, plan, options, largest_chunk))
+    }
+
+    fn load_together(
         comm: &Communicator,
         plan: Plan,
         options: Options,
