@@ -151,10 +151,10 @@ fn a_signal_that_never_comes_is_named() {
 
 #[test]
 fn a_rank_that_does_not_load_the_plan_is_named_with_the_call() {
-    for world_size in [2, 3, 4, 8] {
-        let texts = LocalWorld::run_with(world_size, Duration::from_millis(200), |comm| {
+    for ranks in [2, 3, 4, 8] {
+        let texts = LocalWorld::run_with(ranks as usize, Duration::from_millis(200), |comm| {
             (comm.rank() != 1).then(|| {
-                let loaded = LoadedPlan::load(&comm, &two_shot(world_size), Options::default());
+                let loaded = LoadedPlan::load(&comm, &two_shot(ranks), Options::default());
                 loaded.map(drop).unwrap_err().to_string()
             })
         });
