@@ -35,8 +35,10 @@ type NodeKernel =
 #[derive(Debug, Clone, Copy)]
 pub struct Reducer {
     kernel: Kernel,
-    by_node: NodeKernel,
     mean: bool,
+    dtype: DType,
+    op: ReduceOp,
+    simd: Simd,
 }
 
 impl Reducer {
@@ -49,8 +51,7 @@ impl Reducer {
     /// [available](Simd::available). All levels give the same bits.
     pub fn with_simd(dtype: DType, op: ReduceOp, simd: Simd) -> Self {
         assert!(simd <= Simd::widest(), "{simd:?} is not available here: widest is {:?}", Simd::widest());
-        let (kernel, by_node) = select(dtype, op, simd);
-        Self { kernel, by_node, mean: op == ReduceOp::Avg }
+        Self { kernel: select(dtype, op, simd), mean: op == ReduceOp::Avg, dtype, op, simd }
     }
 
     /// Reduces `count` elements.
@@ -82,8 +83,10 @@ impl Reducer {
         count: usize,
     ) {
         assert_eq!(sources.len(), nodes.len(), "one node for each source");
+        // Chosen here, so that ranks of one node do not pay for it.
+        let (_, by_node) = select_portable(self.dtype, self.op, self.simd);
         // SAFETY: passed on to the caller.
-        unsafe { (self.by_node)(destination, sources, nodes, count, self.mean) }
+        unsafe { by_node(destination, sources, nodes, count, self.mean) }
     }
 }
 
@@ -101,14 +104,13 @@ pub fn reduce<T: Element>(op: ReduceOp, destination: &mut [T], sources: &[&[T]])
     unsafe { Reducer::new(T::DTYPE, op).run(destination.as_mut_ptr().cast(), &pointers, destination.len()) }
 }
 
-/// The kernels of a dtype and an operator at a level of vector instructions.
-fn select(dtype: DType, op: ReduceOp, simd: Simd) -> (Kernel, NodeKernel) {
-    let (kernel, by_node) = select_portable(dtype, op, simd);
+/// The kernel of a dtype and an operator at a level of vector instructions, for sources of one node.
+fn select(dtype: DType, op: ReduceOp, simd: Simd) -> Kernel {
     #[cfg(target_arch = "x86_64")]
     if let Some(kernel) = x86::select(dtype, op, simd) {
-        return (kernel, by_node);
+        return kernel;
     }
-    (kernel, by_node)
+    select_portable(dtype, op, simd).0
 }
 
 /// The portable kernels of a dtype and an operator.
