@@ -170,27 +170,36 @@ functions! {
 /// Devices, and how many allocations there are until one fails.
 static FAILING: Mutex<Vec<(usize, usize)>> = Mutex::new(Vec::new());
 
+/// Counts an allocation of the current device, which may be the one that fails.
+fn has_memory() -> Result<(), Code> {
+    let mut failing = lock(&FAILING);
+    let own = failing.iter_mut().filter(|(device, _)| *device == current());
+    own.for_each(|(_, left)| *left -= 1);
+    let before = failing.len();
+    failing.retain(|(_, left)| *left != 0);
+    if failing.len() < before { Err(Code::OUT_OF_MEMORY) } else { Ok(()) }
+}
+
 functions! {
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
         total.write(memory::TOTAL);
         answer(free, Ok(memory::free_bytes()))
     }
     fn cuMemAlloc_v2(to: *mut u64, len: usize) {
-        let fails = lock(&FAILING).iter_mut().any(|(device, left)| {
-            *left = left.wrapping_sub((*device == current()).into());
-            *left == 0 && *device == current()
-        });
-        lock(&FAILING).retain(|(_, left)| *left != 0);
-        answer(to, if fails { Err(Code::OUT_OF_MEMORY) } else { memory::allocate(current(), len, Kind::Plain) })
+        answer(to, has_memory().and_then(|()| memory::allocate(current(), len, Kind::Plain)))
     }
-    // Not of CUDA: the `nth` allocation from now on fails on a device.
+    // Not of CUDA: the `nth` allocation from now on fails on a device; with 0, none does that was to fail.
     fn antiphon_emulator_fail_allocation(device: usize, nth: usize) {
-        lock(&FAILING).push((device, nth));
+        let mut failing = lock(&FAILING);
+        match nth {
+            0 => failing.retain(|(other, _)| *other != device),
+            _ => failing.push((device, nth)),
+        }
         Code::OK
     }
     fn cuMemFree_v2(at: u64) { code(stream::synchronize_device(current()).and_then(|()| memory::free(at))) }
     fn cuMemHostAlloc(to: *mut u64, len: usize, _flags: c_uint) {
-        answer(to, memory::allocate(current(), len, Kind::Host))
+        answer(to, has_memory().and_then(|()| memory::allocate(current(), len, Kind::Host)))
     }
     fn cuMemFreeHost(at: u64) { code(memory::free(at)) }
     fn cuMemHostGetDevicePointer_v2(to: *mut u64, host: u64, _flags: c_uint) { answer(to, Ok(host)) }
@@ -247,7 +256,12 @@ functions! {
     }
     fn cuMemCreate(handle: *mut u64, len: usize, properties: *const sys::CUmemAllocationProp, _flags: u64) {
         let kind = (*properties).requestedHandleTypes.0;
-        answer(handle, if kind == 8 { Err(Code::NOT_SUPPORTED) } else { memory::create(len, kind == 1) })
+        let is_fabric = kind == 8;
+        answer(handle, match has_memory() {
+            Ok(()) if is_fabric => Err(Code::NOT_SUPPORTED),
+            Ok(()) => memory::create(len, kind == 1),
+            Err(code) => Err(code),
+        })
     }
     fn cuMemRelease(handle: u64) { code(memory::release(handle)) }
     fn cuMemRetainAllocationHandle(handle: *mut u64, at: u64) { answer(handle, memory::retain(at)) }

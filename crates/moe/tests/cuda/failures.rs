@@ -7,6 +7,7 @@ use std::{
 };
 
 use antiphon_device::cuda::Graph;
+use antiphon_fabric::LocalWorld;
 use antiphon_moe::{LowLatencyFormat, MoeConfig};
 use antiphon_tensor::{DType, bf16};
 use antiphon_testing::{Need, need};
@@ -144,6 +145,49 @@ fn peers_hear_of_a_rank_without_memory_on_4_gpus() {
 #[test]
 fn peers_hear_of_a_rank_without_memory_on_8_gpus() {
     rows_without_memory(8);
+}
+
+/// Whichever allocation of rank 0 fails, the first ones of its life or those of a call: its peers hear of it and do not wait until the
+/// deadline. (Memory of the tests counts too: a rank without it leaves.)
+fn whichever_allocation_fails(world: usize, config: MoeConfig, calls: impl Fn(&mut Rank) -> Outcome + Sync) {
+    let (Some(driver), Some(fail)) = (gpus(world), fail_allocation()) else { return };
+    let fails_at = |nth: usize| {
+        let outcomes = LocalWorld::run_with(world, DEADLINE, |comm| {
+            if comm.rank() == 0 {
+                // SAFETY: it takes two numbers.
+                unsafe { fail(0, nth) };
+            }
+            let start = Instant::now();
+            let outcome = Rank::new(driver, comm, config).and_then(|mut rank| calls(&mut rank));
+            (outcome.map_err(|error| error.to_string()), start.elapsed())
+        });
+        // SAFETY: as above.
+        unsafe { fail(0, 0) };
+        let has_failed = outcomes[0].0.is_err();
+        for (rank, (outcome, took)) in outcomes.into_iter().enumerate() {
+            assert!(took < DEADLINE / 2, "allocation {nth}: rank {rank} ended after {took:?}");
+            let cause = if rank == 0 { "OUT_OF_MEMORY" } else { "rank 0" };
+            let error = outcome.err().unwrap_or_default();
+            assert!(!has_failed || error.contains(cause), "allocation {nth}, rank {rank}: {error:?}");
+            assert!(has_failed || error.is_empty(), "rank {rank}: {error}");
+        }
+        has_failed
+    };
+    // Without a failure first: kernels are compiled then, which takes its time.
+    assert!(!fails_at(usize::MAX));
+    let allocations = (1..).take_while(|&nth| fails_at(nth)).count();
+    assert!(allocations > TENSORS, "{allocations} allocations");
+}
+
+#[test]
+fn whichever_allocation_fails_the_peers_hear_of_it_on_2_gpus() {
+    whichever_allocation_fails(2, MoeConfig::for_gpus(), |rank| check(rank, &case(2)));
+    whichever_allocation_fails(2, MoeConfig::for_gpus(), |rank| hybrid::check(rank, &hybrid_case(2)));
+}
+
+#[test]
+fn whichever_allocation_fails_the_peers_hear_of_it_on_3_gpus() {
+    whichever_allocation_fails(3, MoeConfig::for_gpus(), |rank| check(rank, &case(3)));
 }
 
 fn is_nan(dtype: DType, element: &[u8]) -> bool {

@@ -25,7 +25,7 @@ mod tensor;
 
 use std::{ops::Range, time::Duration};
 
-use antiphon_device::cuda::{Context, DeviceMemory, Graph, Stream};
+use antiphon_device::cuda::{Context, DeviceMemory, Driver, Graph, Stream};
 use antiphon_fabric::{Communicator, FabricError, LocalWorld, gpu::Tenant};
 use antiphon_moe::{
     Choices, Combine, Dispatch, Layout, Moe, MoeConfig, MoeError, Routing, Tokens,
@@ -80,6 +80,13 @@ struct Rank {
 }
 
 impl Rank {
+    fn new(driver: &'static Driver, comm: Communicator, config: MoeConfig) -> Outcome<Self> {
+        let context = Context::primary(driver.device(comm.rank() as u32)?)?;
+        let moe = CudaMoe::new(&comm, &context, config)?;
+        let (stream, host) = (context.stream()?, Moe::new(&comm, MoeConfig::default())?);
+        Ok(Self { comm, context, stream, host, moe })
+    }
+
     fn upload(&self, tensor: &Tensor) -> Outcome<OnGpu> {
         let gpu = self.unwritten(tensor.dtype, &tensor.shape)?;
         gpu.memory.write(&self.stream, 0, &tensor.content())?;
@@ -127,11 +134,7 @@ const DEADLINE: Duration = Duration::from_secs(20);
 fn that_may_fail(world_size: usize, config: MoeConfig, body: impl Fn(&mut Rank) -> Outcome + Sync) {
     let Some(driver) = gpus(world_size) else { return };
     let outcomes = LocalWorld::run_with(world_size, DEADLINE, |comm| -> Outcome {
-        let device = driver.device(comm.rank() as u32)?;
-        let context = Context::primary(device)?;
-        let moe = CudaMoe::new(&comm, &context, config)?;
-        let (stream, host) = (context.stream()?, Moe::new(&comm, MoeConfig::default())?);
-        body(&mut Rank { comm, context, stream, host, moe })
+        body(&mut Rank::new(driver, comm, config)?)
     });
     for (rank, outcome) in outcomes.into_iter().enumerate() {
         outcome.unwrap_or_else(|error| panic!("rank {rank}: {error}"));
