@@ -211,16 +211,19 @@ fn a_killed_peer_is_told_by_shared_memory() {
     a_killed_peer_is_told("sm", "Unreachable");
 }
 
+/// Two machines with a cable, and a peer on each, which are connected; where there is no UCX, or no right to make machines, none.
+fn peers_on_two_machines() -> Option<(Machines, [Peer; 2])> {
+    open(0, 2, TCP)?;
+    let machines = Machines::make()?;
+    let program = std::env::current_exe().unwrap();
+    let [mut one, mut two] = [0, 1].map(|rank| Peer::start(machines.command(rank, &program), "cable", rank));
+    Peer::connect(&mut one, &mut two);
+    Some((machines, [one, two]))
+}
+
 #[test]
 fn machines_send_to_each_other_and_hear_of_a_death() {
-    if open(0, 2, TCP).is_none() {
-        return;
-    }
-    let Some(machines) = Machines::make() else { return };
-    let program = std::env::current_exe().unwrap();
-    let mut peers = [0, 1].map(|rank| Peer::start(machines.command(rank, &program), "cable", rank));
-    let [one, two] = &mut peers;
-    Peer::connect(one, two);
+    let Some((machines, [mut one, mut two])) = peers_on_two_machines() else { return };
     for len in [0, 1, 100, 10_000, 1_000_000] {
         one.say(&format!("send {len}"));
         two.say(&format!("receive {len}"));
@@ -275,14 +278,7 @@ fn the_survey_lists_devices() {
 
 #[test]
 fn a_cut_cable_is_noticed_on_both_sides() {
-    if open(0, 2, TCP).is_none() {
-        return;
-    }
-    let Some(machines) = Machines::make() else { return };
-    let program = std::env::current_exe().unwrap();
-    let mut peers = [0, 1].map(|rank| Peer::start(machines.command(rank, &program), "cable", rank));
-    let [one, two] = &mut peers;
-    Peer::connect(one, two);
+    let Some((machines, [mut one, mut two])) = peers_on_two_machines() else { return };
     machines.cut();
     let start = Instant::now();
     one.say("lost");
