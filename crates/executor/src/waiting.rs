@@ -10,7 +10,7 @@ use antiphon_plan::{ChannelId, ChannelType, Rank};
 pub enum Waiting {
     /// A signal of a peer.
     Signal {
-        /// Whose.
+        /// The rank that signals.
         peer: Rank,
         /// Through which kind of channel.
         channel_type: ChannelType,

@@ -205,7 +205,7 @@ pub enum FabricError {
     /// Ranks exchanged something that is not what it should be.
     #[error("the object of rank {rank} cannot be read: {problem}")]
     Object {
-        /// Whose.
+        /// The rank whose object it is.
         rank: usize,
         /// What is wrong with it.
         problem: String,

@@ -12,7 +12,7 @@ pub use antiphon_plan::RankChunk as Chunk;
 /// A buffer of a rank, or the part of its scratch that one call set aside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Buffer {
-    /// Whose.
+    /// The rank whose memory it is.
     pub rank: u32,
     /// Which.
     pub buffer: BufferType,

@@ -36,7 +36,7 @@ pub enum LanguageError {
     /// A range of chunks goes beyond its buffer.
     #[error("chunks {start}..{end} are not in the {size} chunks of this {buffer:?} buffer of rank {rank}")]
     BeyondBuffer {
-        /// Whose buffer.
+        /// The rank that has the buffer.
         rank: u32,
         /// Which buffer.
         buffer: BufferType,
@@ -54,9 +54,9 @@ pub enum LanguageError {
         op: &'static str,
         /// Which of its chunks.
         what: &'static str,
-        /// Whose it is.
+        /// The rank that has the chunk.
         rank: u32,
-        /// Whose it must be.
+        /// The rank that must have it.
         expected: u32,
     },
     /// Chunks of one operation differ in size.
@@ -87,7 +87,7 @@ pub enum LanguageError {
     /// A barrier has no thread blocks.
     #[error("barrier of rank {rank}: no thread blocks")]
     EmptyBarrier {
-        /// Whose barrier.
+        /// The rank that has the barrier.
         rank: u32,
     },
     /// A group has a thread block twice.

@@ -169,7 +169,7 @@ impl Builder {
     }
 }
 
-/// Whose memory the results of an operation have.
+/// The class of memory that the results of an operation have.
 pub(crate) fn class_of(kind: &Kind) -> Class {
     match kind {
         Kind::Input => Class::External,

@@ -82,7 +82,7 @@ pub struct Value {
     pub name: String,
     /// Its elements, and where they stand.
     pub ty: Type,
-    /// Whose memory it is, if it has its own.
+    /// The class of its memory, if it has its own.
     pub class: Class,
 }
 

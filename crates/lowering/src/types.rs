@@ -200,7 +200,7 @@ impl fmt::Display for Type {
     }
 }
 
-/// Whose memory a value that has its own storage lies in.
+/// The class of memory in which a value lies that has its own storage.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Class {

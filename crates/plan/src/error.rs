@@ -77,7 +77,7 @@ pub enum PlanError {
     /// Thread blocks cannot be made many.
     #[error("rank {rank} cannot have {instances} instances: {what}")]
     Replication {
-        /// Whose.
+        /// The rank.
         rank: Rank,
         /// How many of each were asked for.
         instances: u32,
@@ -87,7 +87,7 @@ pub enum PlanError {
     /// Thread blocks cannot be made many under a policy that divides no chunks.
     #[error("rank {rank} has an operation that touches chunks, which the policy `none` cannot divide")]
     Undivided {
-        /// Whose.
+        /// The rank.
         rank: Rank,
     },
     /// The tensors do not fit the plan.

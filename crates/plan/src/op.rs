@@ -68,7 +68,7 @@ pub enum ChannelType {
     Switch,
 }
 
-/// Whose memory.
+/// The kind of memory, as a rank sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum BufferType {
     /// The input, which the caller gives.
@@ -144,7 +144,7 @@ pub struct RemoteChunk {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RankChunk {
-    /// Whose buffer.
+    /// The rank that has the buffer.
     pub rank: Rank,
     /// Which buffer.
     #[serde(rename = "type")]

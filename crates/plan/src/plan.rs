@@ -135,7 +135,7 @@ pub enum GpuChannels {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RemoteBuffer {
-    /// Whose.
+    /// The rank that has the buffer.
     pub rank: Rank,
     /// Which.
     #[serde(rename = "type")]

@@ -55,7 +55,7 @@ pub enum Mode {
 /// Chunks that an operation reads or writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Access {
-    /// Whose memory.
+    /// The rank that has the memory.
     pub rank: Rank,
     /// Which buffer.
     pub buffer: BufferType,
@@ -91,7 +91,7 @@ impl<'a> Block<'a> {
         Block { plan, rank, id }
     }
 
-    /// Whose it is.
+    /// The rank that runs it.
     pub fn rank(&self) -> Rank {
         self.rank
     }

@@ -108,7 +108,7 @@ pub struct Args {
     #[arg(long, value_name = "COUNT", default_value = "1")]
     tensors: NonZeroUsize,
 
-    /// Whose memory the tensors are in
+    /// The kind of memory that the tensors are in
     #[arg(long, value_enum, default_value = "private")]
     buffers: Buffers,
 

@@ -84,7 +84,7 @@ fn namespace(kind: &str) -> u64 {
     rustix::fs::stat(format!("/proc/self/ns/{kind}")).map_or(0, |s| s.st_ino)
 }
 
-/// Whose process opened the other end of a connected Unix socket.
+/// The process that opened the other end of a connected Unix socket, and its user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeerCredentials {
     /// The process, as this process's PID namespace numbers it; 0 if it cannot see it.

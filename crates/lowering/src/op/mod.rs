@@ -191,7 +191,7 @@ pub struct Coll {
     /// Whether its results lie where its operands are.
     #[serde(default, skip_serializing_if = "Not::not")]
     pub in_place: bool,
-    /// Whose tensor it is, in a broadcast.
+    /// The rank that sends its tensor, in a broadcast.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub root: Option<u32>,
     /// Rows to each rank, in an uneven exchange.

@@ -106,7 +106,7 @@ struct Access<'p> {
     op: &'p str,
     domain: &'p str,
     bytes: std::ops::Range<u64>,
-    /// Whose memory.
+    /// The rank that has the memory.
     owner: usize,
     writes: bool,
     stream: usize,

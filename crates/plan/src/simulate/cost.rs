@@ -37,7 +37,7 @@ pub(super) struct Work {
     pub reads: Vec<PacketRange>,
     /// Packets that it leaves.
     pub writes: Vec<PacketRange>,
-    /// Whose memory it writes, and how many bytes.
+    /// The ranks whose memory it writes, each with the number of bytes.
     pub sends: Vec<(Rank, u64)>,
     /// All bytes that it moves; those within the rank only if there are no others.
     pub bytes: u64,

@@ -62,7 +62,7 @@ pub enum SimulateError {
         place: Place,
         /// The accessing block.
         from: Rank,
-        /// Whose memory.
+        /// The rank that has the memory.
         to: Rank,
         /// What is missing.
         link: &'static str,

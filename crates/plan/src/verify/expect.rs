@@ -15,7 +15,7 @@ const RANKS: u64 = 2048;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Source {
-    /// Whose input.
+    /// The rank that has the input.
     pub rank: Rank,
     /// Its first chunk.
     pub index: u64,
@@ -25,7 +25,7 @@ pub struct Source {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Expected {
-    /// Whose output.
+    /// The rank that has the output.
     pub rank: Rank,
     /// Its first chunk.
     pub index: u64,

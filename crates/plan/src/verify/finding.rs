@@ -23,7 +23,7 @@ pub enum Severity {
 /// Bytes of a rank's buffer, in chunks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Region {
-    /// Whose.
+    /// The rank that has it.
     pub rank: Rank,
     /// Which.
     pub buffer: BufferType,
@@ -96,7 +96,7 @@ pub enum Kind {
     Bounds {
         /// The chunks.
         chunks: Range<u64>,
-        /// Whose buffer.
+        /// The rank that has the buffer.
         rank: Rank,
         /// Which buffer.
         buffer: BufferType,
@@ -181,7 +181,7 @@ pub enum Kind {
     Unstarted {
         /// The user.
         rank: Rank,
-        /// Whose buffers.
+        /// The rank that has the buffer.
         owner: Rank,
     },
     /// An input is overwritten, though the plan is not in place.
@@ -205,7 +205,7 @@ pub enum Kind {
     },
     /// A channel that no thread block lists.
     UnusedChannel {
-        /// Whose.
+        /// The rank that has it.
         rank: Rank,
         /// Its type.
         channel_type: ChannelType,
@@ -214,7 +214,7 @@ pub enum Kind {
     },
     /// A semaphore that no operation acquires or releases.
     UnusedSemaphore {
-        /// Whose.
+        /// The rank that has it.
         rank: Rank,
         /// Which.
         semaphore: SemaphoreId,
@@ -283,7 +283,7 @@ impl Kind {
 pub struct Served {
     /// From which.
     pub counter: Counted,
-    /// Whose block.
+    /// The rank that runs the block.
     pub rank: Rank,
     /// Which block.
     pub block: ThreadBlockId,

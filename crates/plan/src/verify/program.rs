@@ -153,7 +153,7 @@ pub enum Counted {
     },
     /// A semaphore.
     Semaphore {
-        /// Whose.
+        /// The rank that has it.
         rank: Rank,
         /// Which.
         semaphore: SemaphoreId,
