@@ -35,7 +35,7 @@ impl Input {
         Self::named(device, operation, "input", tensor)
     }
 
-    /// Of an operation with several.
+    /// A tensor of an operation that has several, with its name.
     #[inline]
     pub(crate) fn named(
         device: Device,
@@ -60,7 +60,7 @@ impl Output {
         Self::named(device, operation, "output", tensor)
     }
 
-    /// Of an operation with several.
+    /// A tensor of an operation that has several, with its name.
     #[inline]
     pub(crate) fn named(
         device: Device,

@@ -19,7 +19,7 @@ use crate::{
 
 pub(crate) const SHARED_BYTES_PER_MULTIPROCESSOR: u32 = 233_472;
 pub(crate) const THREADS_PER_MULTIPROCESSOR: u32 = 2048;
-/// Of the shared memory of each block, beside what its kernel asks for.
+/// The shared memory that each block takes besides what its kernel asks for.
 const RESERVED_BYTES: u32 = 1024;
 const BLOCKS: u32 = 32;
 const PARTITIONS: usize = 4;
@@ -63,7 +63,7 @@ pub(crate) fn is_shared() -> bool {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Needs {
     pub threads: u32,
-    /// Of a thread.
+    /// The registers of one thread.
     pub registers: u32,
     /// Static and dynamic.
     pub shared_bytes: u32,

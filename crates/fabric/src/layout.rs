@@ -125,7 +125,7 @@ impl Layout {
 #[derive(Clone)]
 pub(crate) struct Regions {
     memory: Arc<SharedMemory>,
-    /// Of the memory: it is here, so that an access needs not look there.
+    /// The base of the memory, which is here so that an access needs not look there.
     base: NonNull<u8>,
     layout: Layout,
     /// The first rank of this node.

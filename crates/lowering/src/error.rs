@@ -19,7 +19,7 @@ pub enum LoweringError {
     /// There are more of something than any graph may have.
     #[error("{count} {what}: a graph has at most {limit}")]
     TooMany {
-        /// Of what.
+        /// The things that are too many.
         what: &'static str,
         /// How many there are.
         count: usize,

@@ -113,7 +113,7 @@ impl<'de> Deserialize<'de> for Element {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Type {
-    /// Of what.
+    /// The type of its elements.
     pub dtype: Element,
     /// The extents.
     pub shape: Vec<SymExpr>,

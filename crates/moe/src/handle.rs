@@ -49,9 +49,9 @@ pub(crate) struct Source {
 pub(crate) struct Traffic {
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
-    /// Of each rank: its tokens.
+    /// How many tokens each rank has.
     pub(crate) tokens: Vec<usize>,
-    /// Of each rank: how many rows it has room for, if it said so.
+    /// How many rows each rank has room for, if it said so.
     pub(crate) capacity: Vec<Option<usize>>,
     /// `[from, to]`: how many tokens are routed.
     pub(crate) routed: Vec<usize>,

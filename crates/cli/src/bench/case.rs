@@ -210,7 +210,7 @@ impl Case {
         }
     }
 
-    /// Of one tensor behind the other.
+    /// The segments of a list of tensors, one behind the other.
     fn segments_of_list(&self, rank: usize, world_size: usize) -> Vec<Segment> {
         let whole = Self { tensors: 1, ..*self };
         let one = Self {

@@ -108,7 +108,7 @@ fn wrong<T: Element>(actual: &[T], expected: impl Iterator<Item = f64>) -> Wrong
     wrong
 }
 
-/// Of what a rank has received: the tokens of all ranks that go to it, in order.
+/// The wrong elements of the rows that a rank has received, which should be the tokens of all ranks that go to it, in order.
 pub(super) fn wrong_rows<T: Element>(case: &Case, layouts: &[Layout], rank: usize, received: &[T]) -> Wrong {
     let [tokens, hidden] = shape(case);
     let rows = layouts.iter().enumerate().flat_map(|(source, layout)| {
@@ -121,7 +121,7 @@ pub(super) fn wrong_rows<T: Element>(case: &Case, layouts: &[Layout], rank: usiz
     wrong(received, rows)
 }
 
-/// Of sums of what went to the ranks and came back as it was: each token as often as there are ranks that have it, which is exact.
+/// The wrong elements of sums of rows that came back as they went: each token as often as there are ranks that have it, which is exact.
 pub(super) fn wrong_sums<T: Element>(layout: &Layout, input: &[T], output: &[T]) -> Wrong {
     let world_size = layout.tokens_per_rank.len();
     let hidden = input.len() / (layout.is_token_in_rank.len() / world_size);

@@ -33,7 +33,7 @@ pub(super) fn input<T: Element>(op: ReduceOp, rank: usize, count: usize) -> Vec<
 
 /// The expected output of a rank.
 pub(super) struct Reference {
-    /// Of this rank's output; none if it gets nothing. With what is expected there, by position in the period.
+    /// The segments of this rank's output, none if it gets nothing, each with the values that are expected by position in the period.
     segments: Vec<(Segment, Vec<Expected>)>,
 }
 

@@ -37,7 +37,7 @@ fn program(hidden: usize, architecture: Architecture) -> Program {
 }
 
 impl Separate {
-    /// Of bf16 rows of `hidden` elements.
+    /// The kernel for bf16 rows of `hidden` elements.
     pub fn new(context: &Context, hidden: usize) -> Result<Self, Error> {
         let program = program(hidden, context.device().architecture()?);
         let cubin = KernelCache::open().compile(Nvrtc::load()?, &program)?;

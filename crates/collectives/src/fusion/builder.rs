@@ -31,7 +31,7 @@ impl<'a> FusedAllReduce<Operand<'a>> {
         Self::of_source(Source::Tensor { input: input.into() })
     }
 
-    /// Of what a source gives.
+    /// A call that reduces what a source gives.
     #[inline]
     pub fn of_source(source: Source<TensorView<'a>>) -> Self {
         Self::described(operands(&source))
@@ -53,7 +53,7 @@ impl<'a> FusedAllReduce<Operand<'a>> {
         this
     }
 
-    /// Of operands with the tokens and their elements; or a call that is spoilt.
+    /// A call of operands, with the tokens and their elements; or a call that is spoilt.
     #[inline]
     fn described(source: Result<(Source<Operand<'a>>, [usize; 2]), Unfit>) -> Self {
         match source {

@@ -93,7 +93,7 @@ pub trait TensorHandle {
 
 /// Calls of a binding: the counts of elements are checked when the call is made, shapes are the binding's own affair.
 impl<T: TensorHandle> FusedAllReduce<T> {
-    /// Of a source of so many tokens with so many elements each.
+    /// A call of a source that gives `tokens` tokens of `hidden` elements each.
     pub fn new(source: Source<T>, tokens: usize, hidden: usize) -> Self {
         Self::empty(source, [tokens, hidden])
     }

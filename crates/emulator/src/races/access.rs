@@ -40,7 +40,7 @@ impl Access {
         self.what & what != 0
     }
 
-    /// Of these bytes of a word; `carries` says whether the word carries a release then.
+    /// The record of this access of some bytes of a word; `carries` says whether the word carries a release then.
     pub(super) fn record(&self, mask: u8, carries: bool) -> Record {
         let what = u64::from(self.what >> 8 & 0xFF) | u64::from(self.what >> 16 & 3) << 8;
         let above = u64::from(mask) | what << 4 | u64::from(carries) << 14;

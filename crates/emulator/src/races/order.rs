@@ -26,7 +26,7 @@ pub(crate) struct Order {
 }
 
 thread_local! {
-    /// Of the thread that does the work of a stream; none on the host's.
+    /// The order of the stream whose work this thread does; none on threads of the host.
     static ORDER: RefCell<Option<Order>> = const { RefCell::new(None) };
 }
 

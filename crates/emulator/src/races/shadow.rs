@@ -115,7 +115,7 @@ type Files = HashMap<(u64, u64), Weak<Shadow>>;
 static SHADOWS: Mutex<Option<Files>> = Mutex::new(None);
 
 impl Shadow {
-    /// Of a new file.
+    /// The shadow of a new file.
     pub(crate) fn create(file: (u64, u64), len: usize) -> Arc<Self> {
         let pages = (0..len.div_ceil(PAGE)).map(|_| Page::new(false)).collect();
         let shadow = Arc::new(Self { pages });
@@ -126,7 +126,7 @@ impl Shadow {
         shadow
     }
 
-    /// Of a file that this process has made.
+    /// The shadow of a file, if this process has made it.
     pub(crate) fn find(file: (u64, u64)) -> Option<Arc<Self>> {
         lock(&SHADOWS).get_or_insert_default().get(&file).and_then(Weak::upgrade)
     }
@@ -241,7 +241,7 @@ impl Drop for Locked {
 }
 
 /// # Safety
-/// Of [`Locked::keep`], once.
+/// The shard was kept by [`Locked::keep`], and is unlocked once.
 pub(super) unsafe fn unlock(shard: *const Shard) {
     // SAFETY: shards stay.
     unsafe { (*shard).is_taken.store(false, Ordering::Release) };

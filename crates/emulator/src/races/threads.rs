@@ -196,7 +196,7 @@ impl Block {
         self.lanes[thread].fences[..=scope].fill(Some(released));
     }
 
-    /// Of global memory if bit 0 is set, and of shared memory if bit 1 is.
+    /// A proxy fence, for global memory if bit 0 is set, and for shared memory if bit 1 is.
     pub(super) fn proxy_fence(&mut self, spaces: u32) {
         let released = self.release().all;
         let thread = self.current();

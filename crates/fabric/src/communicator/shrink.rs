@@ -262,7 +262,7 @@ mod tests {
     use super::*;
     use crate::LocalWorld;
 
-    /// Of 4 ranks `victim` arrives with the others and leaves when they all wait for it; the others continue in a second attempt.
+    /// The rank `victim` of 4 arrives with the others and leaves when they all wait for it; the others continue in a second attempt.
     #[test]
     fn a_rank_that_arrives_and_is_lost_is_left_out_in_the_next_attempt() {
         for victim in 0..4 {

@@ -18,7 +18,7 @@ use crate::FabricError;
 pub const THREADS: u32 = 128;
 /// The registers of a multiprocessor.
 const REGISTERS: u32 = 65536;
-/// Of a multiprocessor: each has a quarter of the registers, and a quarter of a block's warps, rounded up.
+/// The partitions of a multiprocessor. Each has a quarter of the registers, and a quarter of a block's warps, rounded up.
 const PARTITIONS: u32 = 4;
 
 /// A text of a program.

@@ -25,7 +25,7 @@ pub struct Pieces {
 }
 
 impl Pieces {
-    /// Of so many bytes (of each block). The unit is such that a launch has whole vectors for each of up to 8 ranks, and whole
+    /// Pieces of `total` bytes (of each block). The unit is such that a launch has whole vectors for each of up to 8 ranks, and whole
     /// rows of 31 vectors.
     pub fn bytes(total: usize, most: usize) -> Self {
         Self { total, most, unit: 496 * 8 }

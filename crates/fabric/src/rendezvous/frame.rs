@@ -103,7 +103,7 @@ pub enum Frame {
     },
     /// All ranks have joined. The shared memory's descriptor travels beside this frame, then the handles of processes.
     Welcome {
-        /// Of all ranks, in order.
+        /// The cards of all ranks, in order.
         cards: Vec<Card>,
         /// The ranks whose process handles come beside this frame: one for each process but the receiver's own.
         handles: Vec<usize>,

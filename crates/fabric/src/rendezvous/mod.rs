@@ -222,7 +222,7 @@ fn last_word(refusal: &Option<String>) -> String {
 
 /// What a meeting at one address gives a rank.
 struct Met {
-    /// Of all ranks, in order.
+    /// The cards of all ranks, in order.
     cards: Vec<Card>,
     /// The processes of all ranks, where they are others than this one and can be watched.
     processes: Vec<Option<Arc<ProcessWatch>>>,

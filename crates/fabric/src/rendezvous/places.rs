@@ -21,7 +21,7 @@ use crate::{engine::Key, nodes::Nodes};
 
 /// What the rendezvous gives a rank.
 pub(crate) struct Meeting {
-    /// Of all ranks, in order.
+    /// The cards of all ranks, in order.
     pub(crate) cards: Vec<Card>,
     /// The processes of all ranks, where they are others than this one and can be watched: not those of other nodes.
     pub(crate) processes: Vec<Option<Arc<ProcessWatch>>>,

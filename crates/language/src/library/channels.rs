@@ -101,7 +101,7 @@ pub(super) struct Ring<C> {
 }
 
 impl<C> Ring<C> {
-    /// Of two ranks, the first channel each way is rank 0's, and the second one rank 1's: the waiting rank has the other end of
+    /// Between two ranks, the first channel each way is rank 0's, and the second one rank 1's: the waiting rank has the other end of
     /// the channel that is signalled.
     fn new(program: &Program, connect: impl Fn(u32, u32) -> Result<C>) -> Result<Self> {
         let ranks = program.num_ranks();

@@ -27,7 +27,7 @@ const MAX_ELEMENTS: usize = 1 << 26;
 /// A tensor of one rank: row-major.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Tensor {
-    /// Of what.
+    /// The type of its elements.
     pub dtype: Element,
     /// The extents.
     pub shape: Vec<usize>,

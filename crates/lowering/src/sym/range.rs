@@ -51,7 +51,7 @@ impl Range {
         }
     }
 
-    /// Of quotients that are rounded down.
+    /// The range of quotients that are rounded down.
     fn divided(self, by: Self) -> Self {
         let Some(least) = by.min.filter(|least| *least > 0) else { return Self::UNKNOWN };
         // The quotient of the largest divisor, which may have no bound, is the nearest to 0.
@@ -63,7 +63,7 @@ impl Range {
         }
     }
 
-    /// Of remainders of quotients that are rounded down.
+    /// The range of remainders of quotients that are rounded down.
     fn remainder(self, by: Self) -> Self {
         match by.min {
             Some(least) if least > 0 => Self { min: Some(0), max: by.max.map(|most| most - 1) },

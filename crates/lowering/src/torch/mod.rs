@@ -133,7 +133,7 @@ struct Importer {
     in_flight: HashMap<ValueId, u32>,
     /// Results of collectives that have been waited for, or are complete.
     ready: HashSet<ValueId>,
-    /// Of starts of several tensors: their results, with their names.
+    /// The results of starts of several tensors, with their names.
     lists: HashMap<u32, Vec<(ValueId, String)>>,
     /// For each name, that of what waits for it.
     waits: HashMap<String, String>,

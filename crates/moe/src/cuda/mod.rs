@@ -52,7 +52,7 @@ pub struct CudaMoe {
     handles: Cell<u32>,
     /// The counts of Notify, in host memory.
     result: UntilIdle<PinnedMemory>,
-    /// Of the last call that waits for counts, which its kernel writes before them.
+    /// The number of the last call that waits for counts, which its kernel writes before them.
     waited: Cell<u32>,
     arrived: Event,
     pub(crate) pool: Arc<Pool>,

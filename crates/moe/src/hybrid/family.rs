@@ -135,7 +135,7 @@ pub(crate) struct HybridSumming {
 }
 
 impl HybridSumming {
-    /// Of rows of a dtype; none for one that is not summed.
+    /// The kernel for rows of a dtype; none for a dtype that is not summed.
     pub(crate) fn new(dtype: DType, staging: Staging, experts: Experts) -> Option<Self> {
         Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, experts })
     }

@@ -21,7 +21,7 @@ pub struct HybridHandle {
     pub(crate) map: Vec<u8>,
     /// How often the tokens of all ranks chose each of this rank's experts: `[L]`.
     pub(crate) chosen: Vec<usize>,
-    /// Of rows by expert.
+    /// The segments of the experts, where rows come by expert.
     pub(crate) segments: Option<Segments>,
     /// Set by the first dispatch.
     pub(crate) received: OnceLock<Received>,

@@ -124,7 +124,7 @@ pub struct HybridCombine<'a> {
 }
 
 impl<'a> HybridCombine<'a> {
-    /// Of rows alone.
+    /// A combine of rows alone.
     pub fn of(rows: TensorView<'a>, output: TensorViewMut<'a>) -> Self {
         Self { rows, probs: None, output, output_probs: None }
     }
@@ -150,7 +150,7 @@ impl Sizes {
 pub(crate) struct Along {
     pub(crate) sizes: Sizes,
     pub(crate) order: HybridOrder,
-    /// Of received tensors.
+    /// The rows of received tensors.
     pub(crate) rows: usize,
     /// The handle's.
     pub(crate) number: u32,

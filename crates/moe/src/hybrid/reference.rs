@@ -8,7 +8,7 @@ pub type Source = (usize, usize);
 pub struct Received {
     /// The tokens that come, in order.
     pub tokens: Vec<Source>,
-    /// Of each row the token and the expert (of this rank); `None` for padding and the rest of a capacity.
+    /// The token and the expert (of this rank) of each row; `None` for padding and the rest of a capacity.
     pub rows: Vec<Option<(Source, usize)>>,
     /// How many rows each expert has, with the padding.
     pub rows_per_expert: Vec<usize>,

@@ -26,9 +26,9 @@ pub struct Layout {
     pub num_experts: usize,
     /// How many each token chooses.
     pub top_k: usize,
-    /// Of each rank, how many of the tokens go there: `[R]`.
+    /// How many of the tokens go to each rank: `[R]`.
     pub tokens_per_rank: Vec<i32>,
-    /// Of each expert, how often it was chosen: `[E]`. A token that chooses one twice counts twice.
+    /// How often each expert was chosen: `[E]`. A token that chooses one twice counts twice.
     pub tokens_per_expert: Vec<i32>,
     /// 1 where a token goes to a rank, else 0: `[T, R]`.
     pub is_token_in_rank: Vec<u8>,

@@ -4,7 +4,7 @@ use antiphon_fabric::gpu::Tenant;
 
 use super::{LowLatencyFormat, Sizes};
 
-/// Of a tenant's memory, a channel of three slots, each of two lanes for a rank.
+/// The lanes of a rank in a tenant's memory: a channel has three slots, and a slot two lanes for a rank.
 const LANES_OF_A_RANK: usize = 3 * 2;
 /// The bytes of a tenant's memory besides lanes, rounded up.
 const BESIDE_LANES: usize = 1 << 20;

@@ -54,7 +54,7 @@ struct Token {
 /// A call that has sent and not received yet.
 #[derive(Clone, Copy)]
 struct Sent {
-    /// Of the half among those of the instance.
+    /// The number of the half among those of the instance.
     number: u64,
     half: Half,
     signature: Signature,

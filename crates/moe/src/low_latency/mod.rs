@@ -110,9 +110,9 @@ pub struct LowLatencyDispatch<'a> {
 /// The outputs of a low-latency dispatch: the slots of each expert of this rank. The call does not write slots that no token fills.
 #[derive(Debug)]
 pub struct LowLatencyReceived<'a> {
-    /// Of [`LowLatencyFormat::dtype`]: `[L, R·M, H]`.
+    /// The rows, of [`LowLatencyFormat::dtype`]: `[L, R·M, H]`.
     pub x: TensorViewMut<'a>,
-    /// Of [`LowLatencyFormat::scale_dtype`]: `[L, S, R·M]`, so that the scales of neighbouring slots are neighbours.
+    /// Their scales, of [`LowLatencyFormat::scale_dtype`]: `[L, S, R·M]`, so that the scales of neighbouring slots are neighbours.
     pub scales: Option<TensorViewMut<'a>>,
     /// i32 `[L]`: the number of filled slots of each expert.
     pub counts: TensorViewMut<'a>,

@@ -140,7 +140,7 @@ pub(crate) struct Summing {
 }
 
 impl Summing {
-    /// Of rows of a dtype, for so many ranks (with more of them a thread needs more registers); none for a dtype that is not
+    /// The kernel for rows of a dtype and a number of ranks (with more of them a thread needs more registers); none for a dtype that is not
     /// summed.
     pub(crate) fn new(dtype: DType, staging: Staging, world_size: usize) -> Option<Self> {
         let warps = match world_size {

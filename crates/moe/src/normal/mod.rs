@@ -185,7 +185,7 @@ pub struct Combine<'a> {
 }
 
 impl<'a> Combine<'a> {
-    /// Of rows alone.
+    /// A combine of rows alone.
     pub fn of(rows: TensorView<'a>, output: TensorViewMut<'a>) -> Self {
         Self { rows, weights: None, biases: [None, None], output, output_weights: None }
     }

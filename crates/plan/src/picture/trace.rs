@@ -6,7 +6,7 @@ use crate::ids::Rank;
 use crate::plan::Plan;
 use crate::simulate::{Lane, Simulation, Span};
 
-/// Of thread blocks the number is the track's; the engines' stand behind them.
+/// The numbers of tracks: those of thread blocks come first, and the engines' from here on.
 const COPY_ENGINE: u32 = 1 << 30;
 const NIC: u32 = COPY_ENGINE + 1;
 

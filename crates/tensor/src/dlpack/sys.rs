@@ -149,7 +149,7 @@ pub struct DLPackExchangeAPI {
     pub current_work_stream: Option<CurrentWorkStream>,
 }
 
-/// Of a prototype, whose data and strides do not matter: where to put the new tensor, and how to report an error.
+/// Takes a prototype, whose data and strides do not matter, the place for the new tensor, and a function that reports an error.
 pub type ManagedTensorAllocator = unsafe extern "C" fn(
     prototype: *mut DLTensor,
     out: *mut *mut DLManagedTensorVersioned,
@@ -160,17 +160,17 @@ pub type ManagedTensorAllocator = unsafe extern "C" fn(
 /// Takes the context it was passed with, the name of a Python exception type and a message.
 pub type SetError = unsafe extern "C" fn(error_ctx: *mut c_void, kind: *const c_char, message: *const c_char);
 
-/// Of a borrowed `PyObject *`: where to put the lent tensor.
+/// Takes a borrowed `PyObject *` and the place for the lent tensor.
 pub type ManagedTensorFromPyObject =
     unsafe extern "C" fn(py_object: *mut c_void, out: *mut *mut DLManagedTensorVersioned) -> c_int;
 
-/// Of a lent tensor, which is taken: where to put the new `PyObject *`.
+/// Takes a lent tensor, which it keeps, and the place for the new `PyObject *`.
 pub type ManagedTensorToPyObject =
     unsafe extern "C" fn(tensor: *mut DLManagedTensorVersioned, out_py_object: *mut *mut c_void) -> c_int;
 
-/// Of a borrowed `PyObject *`: the description to fill in.
+/// Takes a borrowed `PyObject *` and the description to fill in.
 pub type DLTensorFromPyObject = unsafe extern "C" fn(py_object: *mut c_void, out: *mut DLTensor) -> c_int;
 
-/// Of a device: where to put its stream, null on the CPU.
+/// Takes a device and the place for its stream, null on the CPU.
 pub type CurrentWorkStream =
     unsafe extern "C" fn(device_type: i32, device_id: i32, out_current_stream: *mut *mut c_void) -> c_int;

@@ -126,7 +126,7 @@ pub(super) struct LowLatencyForm {
     layout_range: Tensor,
     rows: Tensor,
     output: Tensor,
-    /// Of every dispatch: a graph's calls need them. The first is the combines'.
+    /// The handle of every dispatch: a graph's calls need them. The first is the combines'.
     handles: RefCell<Vec<CudaLowLatencyHandle>>,
 }
 

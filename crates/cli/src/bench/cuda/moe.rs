@@ -25,7 +25,7 @@ const BLOCKS: u32 = 1056;
 pub(super) struct Experts {
     moe: CudaMoe,
     gather: Function,
-    /// Of f32, f16 and bf16.
+    /// The kernels that sum rows of f32, f16 and bf16.
     sums: [Function; 3],
 }
 

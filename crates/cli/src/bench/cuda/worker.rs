@@ -55,7 +55,7 @@ struct Bench<'a> {
     nccl: Option<&'a NcclCollectives>,
     /// The handler of the mixed layout, if one is measured.
     mixed: Option<Handler<'a>>,
-    /// Of mixtures of experts, if one is measured.
+    /// The mixture of experts, if one is measured.
     experts: Option<Experts>,
     clock: Clock<'a>,
     launch_us: f64,

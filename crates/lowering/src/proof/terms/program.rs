@@ -28,7 +28,7 @@ pub(crate) struct Call {
     sends: Option<Vec<SymExpr>>,
     receives: Option<Vec<SymExpr>>,
     dims: Option<[usize; 2]>,
-    /// Of the operand and of the result.
+    /// The shapes of the operand and of the result.
     shapes: Option<[Vec<SymExpr>; 2]>,
     element: Element,
 }

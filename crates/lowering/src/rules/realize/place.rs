@@ -29,7 +29,7 @@ impl Life {
     }
 }
 
-/// Of storages that are placed in an order: the least first.
+/// The key by which storages are placed: the least first.
 type Order = fn(&Life) -> (u128, usize);
 
 /// By size, by size and length, by length, by begin.
