@@ -146,7 +146,7 @@ fn identifier(code: &str) -> String {
     code.chars().take_while(|&c| c.is_alphanumeric() || c == '_').collect()
 }
 
-/// From behind the opening quotes up to the closing ones, without the indentation.
+/// The text between the opening quotes and the closing ones, without the indentation.
 fn docstring<'a>(first: &'a str, indent: usize, lines: &mut impl Iterator<Item = &'a str>) -> String {
     let (mut text, mut line) = (String::new(), first);
     loop {

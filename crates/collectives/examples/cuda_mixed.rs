@@ -19,7 +19,7 @@ const ROWS: [usize; 7] = [1, 4, 16, 64, 256, 512, 2048];
 #[derive(Debug, Clone, Copy)]
 enum How {
     Fused(MixedMode),
-    /// By the table.
+    /// In the mode that the table names.
     Chosen,
     TwoCalls,
 }

@@ -220,7 +220,7 @@ pub(crate) struct Place {
 struct Room {
     /// How much was done when nothing had moved, and since when.
     still: Option<(u64, Instant)>,
-    /// By device, and by the grid if it has its own.
+    /// The GPUs, by device, and by the grid if it has its own.
     gpus: HashMap<(usize, Option<u64>), Gpu>,
     /// The grids that have not ended.
     grids: BTreeMap<u64, Resident>,

@@ -50,7 +50,7 @@ pub struct NewValue {
 }
 
 impl Edits {
-    /// From one graph to the other.
+    /// The edits that lead from one graph to the other.
     pub fn between(before: &Graph, after: &Graph) -> Self {
         let old: HashMap<&str, &Op> = before.ops.iter().map(|op| (op.name.as_str(), op)).collect();
         let names = |graph: &Graph, ids: &[crate::ValueId]| {

@@ -88,7 +88,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// By this operator.
+    /// The same call with this operator.
     #[inline]
     pub fn with_op(self, op: ReduceOp) -> Self {
         Self { op, ..self }
@@ -112,7 +112,7 @@ impl<'a> Call<'a> {
         Self { receives: receives.into(), ..self }
     }
 
-    /// By the algorithm of this number.
+    /// The same call with the algorithm of this number.
     #[inline]
     pub fn with_algorithm(self, algorithm: u8) -> Self {
         Self { algorithm, ..self }

@@ -220,9 +220,9 @@ pub struct SemaphoreOp {
 pub struct Copy {
     /// The form of the data.
     pub kind: CopyKind,
-    /// From here.
+    /// The chunks that are read.
     pub src: LocalChunk,
-    /// To here.
+    /// The chunks that are written.
     pub dst: LocalChunk,
     /// This block's share.
     pub group: Option<GroupShare>,
@@ -244,9 +244,9 @@ pub enum CopyKind {
 pub struct Put {
     /// The form of the data, and the signals behind it.
     pub kind: PutKind,
-    /// From here: as many as destinations; of [`PutKind::ReadPackets`] one.
+    /// The chunks that are read: as many as destinations; of [`PutKind::ReadPackets`] one.
     pub src: Vec<LocalChunk>,
-    /// To here.
+    /// The chunks that are written.
     pub dst: Vec<RemoteChunk>,
     /// The channel of each destination. The JSON has them only for ports: of a memory channel read from there, it is empty.
     pub channels: Vec<ChannelIndex>,
@@ -274,9 +274,9 @@ pub enum PutKind {
 /// `get`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Get {
-    /// From here.
+    /// The chunks that are read.
     pub src: Vec<RemoteChunk>,
-    /// To here: as many.
+    /// The chunks that are written: as many.
     pub dst: Vec<LocalChunk>,
     /// The channel of each source.
     pub channels: Vec<ChannelIndex>,
@@ -352,18 +352,18 @@ pub struct SwitchReduce {
 pub struct SwitchBroadcast {
     /// The source is packets in scratch, and packets are stored.
     pub packets: bool,
-    /// From here.
+    /// The chunks that are read.
     pub src: RankChunk,
-    /// To here, at every member.
+    /// The chunks that are written, at every member.
     pub dst: SwitchChunk,
 }
 
 /// `glres`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SwitchReduceBroadcast {
-    /// From here, of every member.
+    /// The chunks that are read, at every member.
     pub src: SwitchChunk,
-    /// To here, at every member.
+    /// The chunks that are written, at every member.
     pub dst: SwitchChunk,
     /// How.
     pub op: ReduceOp,

@@ -286,7 +286,7 @@ impl<T> FusedAllReduce<T> {
         self
     }
 
-    /// By this algorithm instead of the one that was measured to be faster.
+    /// Uses this algorithm instead of the one that was measured to be faster.
     #[inline]
     pub fn algorithm(mut self, algorithm: impl Into<Option<Algorithm>>) -> Self {
         self.algorithm = algorithm.into();

@@ -108,7 +108,7 @@ pub(crate) struct Shadow {
     pages: Box<[Page]>,
 }
 
-/// By device and inode.
+/// The shadows of files, by device and inode.
 type Files = HashMap<(u64, u64), Weak<Shadow>>;
 
 /// The shadows of files: two descriptors may lead to one memory.

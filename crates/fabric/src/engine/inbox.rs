@@ -56,7 +56,7 @@ struct Signs {
 pub struct Inbox {
     key: OnceLock<Key>,
     receivers: Mutex<BTreeMap<u64, Arc<dyn Receiver>>>,
-    /// By peer.
+    /// The signs of each peer.
     signs: Vec<Signs>,
     malformed: AtomicU64,
     wrong_key: AtomicU64,

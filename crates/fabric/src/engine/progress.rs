@@ -42,7 +42,7 @@ pub(super) struct Shared {
     ended: AtomicU32,
     /// Not 0 once all connected peers are watched.
     watches_all: AtomicU32,
-    /// By peer: not 0 if it has missed its signs of life.
+    /// For each peer: not 0 if it has missed its signs of life.
     unreachable: Vec<AtomicU32>,
 }
 
@@ -200,7 +200,7 @@ impl Shared {
 struct Life {
     period: Duration,
     next: Instant,
-    /// By peer: the signs so far, and how many periods have passed since the last.
+    /// For each peer: the signs so far, and how many periods have passed since the last.
     peers: Vec<(u64, u32)>,
 }
 

@@ -48,7 +48,7 @@ struct Shared {
     /// Tells networks apart.
     id: u64,
     ends: Vec<End>,
-    /// By sender, then by receiver.
+    /// The links, by sender and then by receiver.
     links: Vec<Link>,
     /// Chooses what arrives next, if messages are reordered.
     order: Mutex<Option<u64>>,

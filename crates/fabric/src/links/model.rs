@@ -67,10 +67,10 @@ struct State {
     phases: Vec<Phase>,
     /// What the packets hold: by node, sender, packet and piece the round of the content. The sender's own node has the original.
     content: Vec<u8>,
-    /// By node, sender and packet: the stamp, and how many pieces of a later one are there.
+    /// For each node, sender and packet: the stamp, and how many pieces of a later one are there.
     heads: Vec<(u8, u8)>,
     network: Vec<Parcel>,
-    /// By observer and sender: whether the sender's departure counts there; or has arrived and does not count yet.
+    /// For each observer and sender: whether the sender's departure counts there; or has arrived and does not count yet.
     gone: Vec<u8>,
 }
 

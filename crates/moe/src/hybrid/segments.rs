@@ -22,7 +22,7 @@ pub(crate) struct Segments {
 }
 
 impl Segments {
-    /// From how often the tokens of each rank chose each expert, `[R, L]`. `None` for rows in the order of tokens.
+    /// The segments that follow from how often the tokens of each rank chose each expert, `[R, L]`. `None` for rows in the order of tokens.
     pub(crate) fn new(order: HybridOrder, chosen: &[usize], local: usize) -> Option<Self> {
         let HybridOrder::Experts { pad_multiple, capacity } = order else { return None };
         let limit = capacity.map_or(usize::MAX, |capacity| capacity.rows);

@@ -21,7 +21,7 @@ pub(crate) struct Routes {
 }
 
 impl Routes {
-    /// From all ranks' choices, `[R, M, K]`, of which each rank has the first `tokens`.
+    /// The routes that follow from all ranks' choices, `[R, M, K]`, of which each rank has the first `tokens`.
     pub(crate) fn new(rank: usize, sizes: &Sizes, tokens: Vec<usize>, ids: &[Option<usize>]) -> Self {
         let Sizes { world_size, max_tokens, top_k, .. } = *sizes;
         let (local, slots) = (sizes.local(), sizes.slots());

@@ -17,7 +17,7 @@ pub struct Cluster {
     pub nodes: u32,
     /// GPUs of each; any two have a link between them.
     pub gpus_per_node: u32,
-    /// From the launch of a kernel to its first operation, and back to the stream.
+    /// The time from the launch of a kernel to its first operation, and back to the stream.
     pub launch_ns: f64,
     /// Bandwidth of a GPU's memory; a local copy reads and writes, so it takes it twice.
     pub memory_gb_s: f64,
@@ -39,7 +39,7 @@ pub struct Cluster {
 pub struct BlockCosts {
     /// The overhead of any operation besides its data.
     pub op_ns: f64,
-    /// From a load of the own GPU's memory until the data is there.
+    /// The time from a load of the own GPU's memory until the data is there.
     pub memory_ns: f64,
     /// All threads of the block meet.
     pub sync_ns: f64,
@@ -63,7 +63,7 @@ pub struct Link {
     pub duplex_gb_s: f64,
     /// The part of it that SMs can store to or load from peers.
     pub sm_gb_s: f64,
-    /// From a store until the peer sees it.
+    /// The time from a store until the peer sees it.
     pub latency_ns: f64,
     /// Until earlier stores to peers are acknowledged, which a signal waits for unless it is relaxed.
     pub fence_ns: f64,
@@ -79,9 +79,9 @@ pub struct PortEngine {
     pub gb_s: f64,
     /// The time in which a thread block requests a transfer.
     pub issue_ns: f64,
-    /// From the request until the engine begins.
+    /// The time from the request until the engine begins.
     pub start_ns: f64,
-    /// From the last byte sent until the peer sees it, and until a flush does.
+    /// The time from the last byte sent until the peer sees it, and until a flush does.
     pub latency_ns: f64,
 }
 

@@ -52,7 +52,7 @@ pub struct Span {
 pub struct Arrow {
     /// The kind of the arrow.
     pub kind: ArrowKind,
-    /// From what.
+    /// The span that the arrow comes from.
     pub from: SpanId,
     /// The receiver.
     pub rank: Rank,
@@ -95,9 +95,9 @@ pub struct LinkUse {
 pub struct Step {
     /// The span.
     pub span: SpanId,
-    /// From then, in ns; before that the step before counted. Latency on the way from that step is in here.
+    /// When the step begins to count, in ns; until then the step before it counts. Latency on the way from that step is part of this one.
     pub from_ns: f64,
-    /// Until then.
+    /// When the step ends to count, in ns.
     pub until_ns: f64,
 }
 

@@ -29,7 +29,7 @@ pub struct Region {
     pub buffer: BufferType,
     /// As packets.
     pub packets: bool,
-    /// From and to, in chunks; whole numbers unless thread blocks or turns of a pipeline share a chunk.
+    /// Where the region begins and ends, in chunks; whole numbers unless thread blocks or turns of a pipeline share a chunk.
     pub chunks: Range<f64>,
 }
 
@@ -281,7 +281,7 @@ impl Kind {
 /// A thread block took from a counter from which another could have taken in its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Served {
-    /// From which.
+    /// The counter.
     pub counter: Counted,
     /// The rank that runs the block.
     pub rank: Rank,

@@ -23,9 +23,9 @@ use crate::bench::case::Collective;
 /// How an operation is carried out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Variant {
-    /// By the handler, in a given mode or as it chooses.
+    /// The handler carries it out, in a given mode or as it chooses.
     Fused(Option<MixedMode>),
-    /// By our own collectives: one of all ranks, or one in each kind of group.
+    /// Our own collectives carry it out: one of all ranks, or one in each kind of group.
     Composed,
     /// The same by NCCL.
     Nccl,

@@ -34,13 +34,13 @@ pub(super) struct Shared {
     state: RefCell<State>,
     /// How endpoints handle the failure of their peer.
     err_mode: c_uint,
-    /// By peer: not 0 if its endpoint has failed.
+    /// For each peer: not 0 if its endpoint has failed.
     lost: Vec<AtomicU32>,
 }
 
 #[derive(Default)]
 struct State {
-    /// By peer. Those of lost peers are closed.
+    /// The endpoint of each peer. Those of lost peers are closed.
     endpoints: Vec<Option<Endpoint>>,
     /// All that were ever made, for the worker's end.
     requests: Vec<*mut Request>,

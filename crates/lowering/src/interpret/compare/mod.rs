@@ -34,9 +34,9 @@ pub struct Difference {
     pub element: usize,
     /// What the graph before gives there, and the one after.
     pub values: [f64; 2],
-    /// By how much they differ; NaN if the outputs have other elements or shapes.
+    /// How much they differ; NaN if the outputs have other elements or shapes.
     pub apart: f64,
-    /// By how much they may.
+    /// How much they may differ.
     pub allowed: f64,
 }
 

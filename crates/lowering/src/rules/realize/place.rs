@@ -32,7 +32,7 @@ impl Life {
 /// The key by which storages are placed: the least first.
 type Order = fn(&Life) -> (u128, usize);
 
-/// By size, by size and length, by length, by begin.
+/// The orders that are tried: by size, by size and length, by length, by begin.
 const ORDERS: [Order; 4] = [
     |life| (u128::MAX - u128::from(life.bytes), life.first),
     |life| (u128::MAX - u128::from(life.bytes) * (life.last - life.first + 1) as u128, life.first),
