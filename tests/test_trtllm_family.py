@@ -143,6 +143,8 @@ def one_call_for_all(comm: Comm, device: Device) -> None:
     found = peer.allreduce_fusion(layer.x, workspace, 7, norm_out=out, expanded_idx_to_permuted_idx=rows, **common)
     assert found is out and torch.equal(out, norm.norm)
 
+    with pytest.raises(ValueError, match="^allreduce_fusion: .*weight has 9 elements, expected 256"):
+        peer.allreduce_fusion(layer.x, workspace, 1, **{**common, "rms_gamma": layer.weight[:9]})
     with pytest.raises(ValueError, match="12 tokens of 256 are more than the workspace's 8 tokens of 256"):
         peer.allreduce_fusion(torch.cat([layer.x, layer.x]), workspace, 0)
     with pytest.raises(ValueError, match=r"input must be \[tokens, hidden\], not \[1536\]"):

@@ -119,14 +119,15 @@ def trtllm_allreduce_fusion(
     )
 
 
-def chosen() -> Callable[..., None]:
-    """What does it: :func:`run`, or the operator for it in a program that is being compiled."""
+def chosen(eager: Callable[..., None] | None = None) -> Callable[..., None]:
+    """What does it: ``eager``, which is :func:`run` unless given, or the operator for it in a program that is being
+    compiled."""
     import torch
 
     if torch.compiler.is_compiling():
         operator: Callable[..., None] = torch.ops.antiphon.trtllm_allreduce_fusion
         return operator
-    return run
+    return eager or run
 
 
 @refusing_as(_NAME)

@@ -20,7 +20,8 @@ def missing(caller: str, **tensors: object) -> ValueError:
 
 
 def refusing_as(caller: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Lets a function's refusals by :meth:`antiphon.Communicator.all_reduce_fused` name ``caller``, which users called."""
+    """Lets a function's refusals, by :meth:`antiphon.Communicator.all_reduce_fused` or a function that calls it, name
+    ``caller``, which users called."""
 
     def decorate(call: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(call)
@@ -31,7 +32,8 @@ def refusing_as(caller: str) -> Callable[[Callable[..., None]], Callable[..., No
                 text = str(error)
                 if type(error) not in (TypeError, ValueError) or text.startswith(f"{caller}: "):
                     raise
-                raise type(error)(f"{caller}: {text.removeprefix('all_reduce_fused: ')}") from error
+                text = text.removeprefix("all_reduce_fused: ").removeprefix("trtllm_allreduce_fusion: ")
+                raise type(error)(f"{caller}: {text}") from error
 
         return named
 

@@ -6,7 +6,7 @@ from antiphon.comm import _fusion
 from antiphon.comm._fusion import PATTERNS
 from antiphon.comm._integers import AllReduceFusionPattern
 from antiphon.comm._moe import trtllm_moe_allreduce_fusion, trtllm_moe_finalize_allreduce_fusion
-from antiphon.comm._tensors import dtype_of, fp4_scale_bytes, missing, parted
+from antiphon.comm._tensors import dtype_of, fp4_scale_bytes, missing, parted, refusing_as
 from antiphon.comm._workspaces import (
     trtllm_create_ipc_workspace_for_all_reduce_fusion,
     trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
@@ -29,6 +29,8 @@ _NAME = "allreduce_fusion"
 _SUM = AllReduceFusionPattern.kAllReduce
 _MOE_REDUCTION = AllReduceFusionPattern.kMoEReductionARResidualRMSNorm
 _MOE_FINALIZE = AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm
+
+_run = refusing_as(_NAME)(_fusion.run)
 
 
 class TRTLLMAllReduceFusionWorkspace(AllReduceFusionWorkspace):
@@ -266,7 +268,7 @@ def allreduce_fusion(
         scale_out = _scales(input, str(quantize), layout_code or 0, block_quant_group_size or hidden)
     tensor, number = parted(scale_factor)
     world_size = workspace.world_size
-    _fusion.chosen()(
+    _fusion.chosen(_run)(
         input,
         workspace.workspace_tensor,
         world_size,

@@ -256,12 +256,8 @@ functions! {
     }
     fn cuMemCreate(handle: *mut u64, len: usize, properties: *const sys::CUmemAllocationProp, _flags: u64) {
         let kind = (*properties).requestedHandleTypes.0;
-        let is_fabric = kind == 8;
-        answer(handle, match has_memory() {
-            Ok(()) if is_fabric => Err(Code::NOT_SUPPORTED),
-            Ok(()) => memory::create(len, kind == 1),
-            Err(code) => Err(code),
-        })
+        let create = |()| if kind == 8 { Err(Code::NOT_SUPPORTED) } else { memory::create(len, kind == 1) };
+        answer(handle, has_memory().and_then(create))
     }
     fn cuMemRelease(handle: u64) { code(memory::release(handle)) }
     fn cuMemRetainAllocationHandle(handle: *mut u64, at: u64) { answer(handle, memory::retain(at)) }

@@ -172,8 +172,8 @@ impl Endpoint {
     }
 }
 
-/// Longer than 584 years is for ever.
-fn nanoseconds(duration: Duration) -> u64 {
+/// A duration in nanoseconds; longer than 584 years is for ever.
+pub(crate) fn nanoseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 

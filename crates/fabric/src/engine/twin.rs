@@ -9,6 +9,7 @@ use std::{
 use antiphon_device::sync::{AtomicU32, AtomicU64, Mutex, Ordering};
 
 use super::{Engine, EngineError, Flight, Inbox, Lost, Message, owner::Owner};
+use crate::endpoint::nanoseconds;
 
 /// Payloads of up to so many bytes are copied when they are sent. Longer ones are read when they arrive, as real engines do: a
 /// sender that writes its buffer too early is noticed.
@@ -485,9 +486,4 @@ impl Network {
     pub fn kill(&self, peer: usize) {
         self.0.leave(peer);
     }
-}
-
-/// Longer than 584 years is for ever.
-fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }

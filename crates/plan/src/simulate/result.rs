@@ -97,7 +97,7 @@ pub struct Step {
     pub span: SpanId,
     /// When the step begins to count, in ns; until then the step before it counts. Latency on the way from that step is part of this one.
     pub from_ns: f64,
-    /// When the step ends to count, in ns.
+    /// When the step no longer counts, in ns.
     pub until_ns: f64,
 }
 
