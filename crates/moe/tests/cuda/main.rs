@@ -601,6 +601,9 @@ fn a_rank_that_does_not_come_is_named_on_2_gpus() {
         let case = Case { dtype: DType::BF16, ..Case::new(2, 8, 2) };
         let (layout, ..) = on_host(rank, &case)?;
         let mut calls = Calls::new(rank, &case, &layout)?;
+        // Loading a kernel could wait for the one that waits.
+        calls.run(rank)?;
+        rank.stream.borrow().synchronize()?;
         rank.comm.barrier()?;
         if rank.comm.rank() == 1 {
             // Until the other has given up.
