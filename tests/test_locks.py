@@ -1,4 +1,4 @@
-"""How many locks a warm call takes: docs/python.md gives the numbers."""
+"""How many locks a warm call takes: docs/guide/python.md gives the numbers."""
 
 from collections.abc import Callable
 from typing import Any

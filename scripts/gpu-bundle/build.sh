@@ -50,10 +50,10 @@ fi
 cp "$wheels"/*.whl "$bundle/wheels/"
 
 # With what the tests read when they are collected.
-mkdir "$bundle"/python/{tests,docs}
+mkdir "$bundle/python/tests"
 cp pyproject.toml "$bundle/python/"
 cp tests/*.py "$bundle/python/tests/"
-cp docs/*.md "$bundle/python/docs/"
+cp -r docs "$bundle/python/"
 cp -r examples "$bundle/python/"
 cp benches/*.py "$bundle/python/benches/"
 cp scripts/gpu-bundle/run.sh scripts/skipped.py "$bundle/"

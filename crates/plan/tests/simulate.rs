@@ -98,7 +98,7 @@ fn a_signal_goes_and_comes_as_fast_as_measured() {
 }
 
 /// Hand-written kernels that do what the plan does, on 4 × H200, bf16, in µs: ours (data and flag in one store, of which
-/// packets come closest while messages are small), and torch's with its 24 thread blocks. docs/simulator.md has the table.
+/// packets come closest while messages are small), and torch's with its 24 thread blocks. docs/guide/simulator.md has the table.
 #[test]
 fn all_reduces_are_about_as_fast_as_hand_written_ones() {
     let (packets, one_shot, two_shot) =
