@@ -92,7 +92,7 @@ impl CudaCollectives {
         unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
     }
 
-    /// The algorithm that [`all_reduce`](Self::all_reduce) takes for so many bytes.
+    /// The algorithm that [`all_reduce`](Self::all_reduce) takes for a tensor of `bytes` bytes.
     pub fn algorithm_for(&self, bytes: usize) -> Algorithm {
         self.table.algorithm(bytes)
     }
