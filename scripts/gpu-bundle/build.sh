@@ -58,7 +58,7 @@ cp -r examples "$bundle/python/"
 cp benches/*.py "$bundle/python/benches/"
 cp scripts/gpu-bundle/run.sh scripts/skipped.py "$bundle/"
 cp -r tests/skipped "$bundle/"
-# Of which the records of benchmarks tell.
+# The records of benchmarks tell this commit.
 "$python" -c 'import sys; sys.path.insert(0, "benches"); import record; print(record.commit())' >"$bundle/COMMIT"
 
 size_mib=$(($(du --apparent-size --summarize --block-size 1K "$bundle" | cut -f 1) / 1024 + 1))

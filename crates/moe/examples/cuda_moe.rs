@@ -71,7 +71,7 @@ impl Tensor {
 
     fn view(&self, device: Device) -> TensorView<'_> {
         let at = self.memory.pointer().0 as usize as *mut u8;
-        // SAFETY: the memory has so many elements, and lives as long as the view.
+        // SAFETY: the memory was allocated for the elements of `shape`, and lives as long as the view.
         unsafe { TensorView::from_raw_parts(at, self.dtype, &self.shape, None, device) }.expect("a matrix")
     }
 
@@ -231,7 +231,7 @@ fn rank_main(
                 },
             })
         })?;
-        // By a routing map, to rows by expert.
+        // The hybrid form takes a routing map and brings rows by expert.
         let order = |rows| HybridOrder::Experts {
             pad_multiple: 32,
             capacity: (rows > 0).then_some(HybridCapacity { rows, max_tokens: tokens }),
