@@ -13,7 +13,7 @@ use rustix::process::{Signal, getpid, kill_process};
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// What a rank does when this binary is started as one: it goes on until only so many ranks are left.
+/// What a rank does when this binary is started as one: it goes on until only as many ranks are left as its role says.
 #[test]
 fn rank_process() {
     let Some(role) = role() else { return };

@@ -332,7 +332,7 @@ fn a_process_that_takes_the_address_is_named_by_all_ranks_long_before_the_deadli
 #[test]
 fn connections_of_another_user_get_no_answer() {
     let Some(()) = root() else { return };
-    // Of the calling thread only.
+    // The user of the calling thread alone changes.
     let become_nobody = || rustix::thread::set_thread_uid(rustix::fs::Uid::from_raw(65534)).unwrap();
     let ticket = Ticket::random();
     std::thread::scope(|scope| {

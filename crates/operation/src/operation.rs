@@ -176,7 +176,7 @@ operations! {
         in_place: InPlace::OutputBlock,
         ..Row::mixed("reduce_scatter_all_reduce")
     },
-    /// Rank `r` gets the tokens that chose one of its experts, in slots of each expert: at most so many tokens of each rank.
+    /// Rank `r` gets the tokens that chose one of its experts, in slots of each expert. The number of tokens of each rank has a bound.
     LowLatencyDispatch = 23: Row {
         algorithms: &[(1, "bf16"), (2, "fp8"), (3, "fp8, powers of two"), (4, "fp8, packed scales")],
         count: Count::BoundedRows,

@@ -257,7 +257,7 @@ impl Case {
     }
 }
 
-/// From rank 0 to rank 1 and back; the others watch.
+/// Rank 0 sends to rank 1, which sends back; the other ranks do nothing.
 fn ping_pong<T: Element>(comm: &Communicator, input: &[T], output: &mut [T]) -> Result<(), CollectiveError> {
     match comm.rank() {
         0 => {

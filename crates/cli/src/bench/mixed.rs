@@ -13,7 +13,7 @@ use antiphon::{
 
 use super::{Args, case::Segment};
 
-/// A layout of one node: so many groups of so many tensor parallel ranks.
+/// A layout of one node: `dp` groups of `tp` tensor parallel ranks each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     pub(super) tp: usize,
@@ -87,7 +87,7 @@ impl Mixed {
         matches!(self.op, MixedOp::AllGather | MixedOp::AllReduceAllGather)
     }
 
-    /// Elements of a group's block, where the larger buffer has so many.
+    /// The elements of a group's block, if the larger buffer has `whole` elements.
     pub(super) fn block(self, whole: usize) -> usize {
         if self.op == MixedOp::AllReduce { whole } else { (whole / self.shape.dp).max(1) }
     }

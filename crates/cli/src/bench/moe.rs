@@ -16,7 +16,7 @@ use crate::report::Row;
 
 /// Bytes of a row, at most: 7168 elements of 16 bits.
 const ROW_BYTES: usize = 14_336;
-/// Rows are whole vectors of so many bytes.
+/// The bytes of a vector. A row is a whole number of vectors.
 const VECTOR: usize = 16;
 pub(super) const LOCAL_EXPERTS: usize = 8;
 pub(super) const TOP_K: usize = 2;

@@ -67,7 +67,7 @@ impl Piece {
     }
 }
 
-/// From this size in bytes on, a round first finds out whether all tensors are symmetric memory.
+/// The size in bytes from which on a round first finds out whether all tensors are symmetric memory.
 const WORTH_ASKING: usize = 32 << 10;
 /// Bytes that are reduced before the result is sent: they stay in L1.
 const SYMMETRIC_PIECE: usize = 8 << 10;

@@ -150,8 +150,8 @@ impl From<Option<Algorithm>> for AllReduceOptions {
     }
 }
 
-/// The algorithm that [`all_reduce`](crate::Collectives::all_reduce) takes for so many bytes, on every rank alike. All
-/// ranks call it together.
+/// The algorithm that [`all_reduce`](crate::Collectives::all_reduce) takes for a tensor of `bytes` bytes, which is the same on every
+/// rank. All ranks call this function together.
 ///
 /// # Errors
 /// As an object exchange, at the first question: the ranks then compare the tables in their caches, and

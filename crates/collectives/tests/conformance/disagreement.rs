@@ -74,7 +74,7 @@ pub fn every_operation_fails<B: Backend>(comm: &B, first: &FabricError) {
     }
 }
 
-/// An operation of blocks of so many elements.
+/// Calls an operation on blocks of `count` elements.
 pub fn plain<B: Backend>(comm: &B, operation: Operation, dtype: DType, count: usize) -> Result<()> {
     let call = match operation {
         Operation::Barrier => Call::new(operation),
@@ -114,7 +114,7 @@ fn about_the_count<B: Backend>(world: usize) {
         (&f32s(Broadcast, 1 << 20), "broadcast(1048576 × f32"),
         (&f32s(Broadcast, 1), "broadcast(1 × f32"),
     );
-    // By one algorithm here, by the other there.
+    // One rank takes one algorithm, and the other rank the other one.
     disagree::<B>(
         world,
         (&f32s(AllReduce, 1 << 20), "all_reduce(1048576 × f32, sum"),

@@ -173,7 +173,7 @@ fn a_late_rank_does_not_get_what_is_of_later_calls() {
     }
 }
 
-/// From one block to all that a device has, in clusters and in pieces, and with blocks that only reduce, of both kinds.
+/// Cases from one block to all blocks of a device: in clusters, in pieces, and with both kinds of blocks that only reduce.
 fn fused_cases() -> [Case; 5] {
     let (one, two) = (Some(Algorithm::OneShot), Some(Algorithm::TwoShot));
     let bf16 = |tokens, hidden| Case::new(DType::BF16, tokens, hidden);

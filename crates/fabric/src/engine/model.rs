@@ -61,7 +61,7 @@ impl Small {
         self.changed.notify_all();
     }
 
-    /// A caller that sleeps until so many messages were moved.
+    /// Sleeps until `count` messages have been moved.
     fn wait_for(&self, count: u32) {
         let mut moved = self.moved.lock().unwrap();
         while *moved < count {

@@ -41,7 +41,8 @@ struct Gathered {
     bytes: u64,
 }
 
-/// A word that counts once the words before it do, and its rank's posts up to these rounds are there, and so many packets.
+/// A word that takes effect once the words before it have, its rank's posts up to the rounds `posted` have arrived, and so have `sent`
+/// packets.
 struct Pending {
     sender: usize,
     word: Word,

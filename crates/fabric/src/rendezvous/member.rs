@@ -19,7 +19,7 @@ use super::{
 /// How much longer than its own deadline a rank that has joined waits for rank 0's list of missing ranks.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// Joins rank 0, which shares so many bytes of memory, or none.
+/// Joins rank 0, which shares `bytes` bytes of memory, or none.
 pub(super) fn join(
     ticket: &Ticket,
     card: Card,

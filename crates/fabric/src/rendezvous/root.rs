@@ -32,7 +32,7 @@ const ANSWER_TIME: Duration = Duration::from_millis(200);
 /// The longest time for which rank 0 tells the others that the meeting failed.
 const REFUSAL_TIME: Duration = Duration::from_secs(1);
 
-/// Awaits all ranks, and shares so many bytes of memory with them, or none.
+/// Awaits all ranks, and shares `bytes` bytes of memory with them, or none.
 pub(super) fn await_all(
     ticket: &Ticket,
     card: Card,
@@ -78,7 +78,7 @@ struct JoinedRank {
 
 struct Server<'a> {
     ticket: &'a Ticket,
-    /// By rank; rank 0 has joined from the start.
+    /// The ranks that have joined, indexed by rank. Rank 0 has joined from the start.
     ranks: Vec<Option<JoinedRank>>,
     world_size: usize,
     clients: Vec<Client>,

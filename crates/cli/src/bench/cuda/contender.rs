@@ -175,7 +175,7 @@ macro_rules! messages {
 
 messages!(CudaCollectives, NcclCollectives);
 
-/// From rank 0 to rank 1 and back; the others watch.
+/// Rank 0 sends to rank 1, which sends back; the other ranks do nothing.
 ///
 /// # Safety
 /// As [`Contender::call`].
@@ -212,7 +212,7 @@ impl Tensors {
         let counts = case.counts(comm.rank(), comm.world_size());
         let zeros = |count: usize| -> Result<DeviceMemory> {
             let made = DeviceMemory::allocate(context, (count * case.dtype.size()).max(16))?;
-            // SAFETY: the memory has so many bytes, and the stream is waited for below.
+            // SAFETY: `made` has `made.len()` bytes, and the stream is waited for below.
             unsafe { memory::fill(stream.borrow(), made.pointer(), 0, made.len()) }?;
             Ok(made)
         };
@@ -225,7 +225,7 @@ impl Tensors {
     /// The view is not used when `self` is gone.
     unsafe fn input(&self, dtype: DType) -> TensorView<'_> {
         let at = self.input.pointer().0 as usize as *mut u8;
-        // SAFETY: the memory has so many elements, of any bits, and no other code uses it meanwhile.
+        // SAFETY: `new` allocated `counts.0` elements, every bit pattern is valid, and no other code uses the memory meanwhile.
         unsafe { TensorView::from_raw_parts(at, dtype, &[self.counts.0], None, self.device) }.expect("plain")
     }
 

@@ -35,7 +35,7 @@ pub(super) enum Form {
 }
 
 impl Form {
-    /// The form of an operation, for so many tokens of each rank; `None` for other operations and for too many tokens.
+    /// The form of an operation, for at most `tokens` tokens of each rank; `None` for other operations and for too many tokens.
     pub(super) fn new(
         operation: Operation,
         comm: &Communicator,
@@ -106,7 +106,7 @@ impl Tensor {
 
     fn view_mut(&self) -> TensorViewMut<'_> {
         let at = self.memory.pointer().0 as usize as *mut u8;
-        // SAFETY: the memory has so many elements and lives as long as the view; the stream keeps calls apart.
+        // SAFETY: the memory was allocated for the elements of `shape` and lives as long as the view; the stream keeps calls apart.
         unsafe { TensorViewMut::from_raw_parts(at, self.dtype, &self.shape, None, self.device) }
             .expect("plain")
     }

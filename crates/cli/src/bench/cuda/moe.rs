@@ -60,7 +60,7 @@ fn uploaded(context: &Context, stream: &Stream, content: &[u8]) -> Result<Device
 }
 
 /// # Safety
-/// The memory has so many elements, and lives as long as the view, which is its only user.
+/// The memory at `at` holds as many elements as `sizes` says, and lives as long as the view, which is its only user.
 unsafe fn view<'a>(
     at: DevicePointer,
     dtype: DType,

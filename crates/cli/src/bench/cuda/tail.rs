@@ -260,7 +260,7 @@ impl Tensors {
         let stream = context.stream()?;
         let zeros = |bytes: usize| -> Result<DeviceMemory> {
             let made = DeviceMemory::allocate(context, bytes)?;
-            // SAFETY: the memory has so many bytes, and the stream is waited for below.
+            // SAFETY: `made` has `bytes` bytes, and the stream is waited for below.
             unsafe { memory::fill(stream.borrow(), made.pointer(), 0, bytes) }?;
             Ok(made)
         };

@@ -47,7 +47,7 @@ impl<'a> Clock<'a> {
         Ok(Self { comm, ours, stream, start, end, delay, empty, line })
     }
 
-    /// Captures so many calls.
+    /// Captures `calls` calls in one graph.
     pub(super) fn graph(&self, calls: u32, call: impl Fn(StreamRef<'_>) -> Result<()>) -> Result<GraphExec> {
         graph(self.stream, calls, call)
     }
@@ -134,7 +134,7 @@ fn program(architecture: Architecture) -> Program {
     Program::new("bench/kernels.cuh", include_str!("kernels.cuh"), architecture)
 }
 
-/// Captures so many calls.
+/// Captures `calls` calls in one graph.
 pub(super) fn graph(
     stream: &Stream,
     calls: u32,

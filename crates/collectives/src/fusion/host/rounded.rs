@@ -16,7 +16,7 @@ pub(super) struct RoundedSum {
 }
 
 impl RoundedSum {
-    /// From the sum that rounds once, of elements of this size.
+    /// Rounds after each addition, by `sum`, which rounds once. An element has `size` bytes.
     pub(super) fn new(sum: InOrder, size: usize) -> Self {
         Self { sum, size }
     }
@@ -24,7 +24,7 @@ impl RoundedSum {
     /// Adds up `elements` of some sources from the byte `start` on.
     ///
     /// # Safety
-    /// All are valid for so many elements there; there is at least one source.
+    /// The sum and every source are valid for `elements` elements from the byte `start` on. There is at least one source.
     unsafe fn add_up(
         &self,
         sum: *mut u8,
