@@ -117,7 +117,9 @@ impl Endpoint {
     /// Says that this rank is gone for good.
     pub(crate) fn depart(&self) {
         self.health.depart(&self.regions);
-        self.tell(Word::Departed);
+        if let Some(links) = &self.links {
+            links.depart();
+        }
     }
 
     /// Marks a round in which this rank gave up, after it has [reported](Self::report) why.

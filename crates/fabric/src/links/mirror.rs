@@ -5,10 +5,11 @@ use std::{
     sync::{MutexGuard, PoisonError},
 };
 
-use antiphon_device::sync::Mutex;
+use antiphon_device::sync::{Mutex, Ordering};
 
 use super::{KIND_BITS, Kind, Word};
 use crate::{
+    communicator::shrink::Said,
     engine::{Message, Receiver},
     layout::{BODY, LANES, MESSAGE_BELL, RING, Regions},
     nodes::Nodes,
@@ -32,6 +33,8 @@ struct State {
     pending: Vec<Pending>,
     /// The number of the last word of each sender that counts.
     numbers: Vec<u64>,
+    /// The number of the newest notice of each sender.
+    notices: Vec<u64>,
 }
 
 /// How much of a packet is there.
@@ -59,6 +62,7 @@ impl Mirror {
             received: vec![0; world_size],
             pending: Vec::new(),
             numbers: vec![0; world_size],
+            notices: vec![0; world_size],
         };
         Self { rank, regions, node: nodes.of(rank), nodes, state: Mutex::new(state) }
     }
@@ -118,6 +122,21 @@ impl Mirror {
         self.regions.control(self.rank).bells[MESSAGE_BELL].0.ring();
     }
 
+    /// Notes what a rank says that shrinks the communicator. Notices come in any order: the newest holds, and a loss is never taken back.
+    fn notice(&self, state: &mut State, sender: usize, message: &Message) {
+        let [number, said @ .., lost, _] = message.words;
+        let lost = usize::try_from(lost).ok().and_then(|lost| lost.checked_sub(1));
+        if let Some(lost) = lost.filter(|&lost| lost < self.nodes.world_size()) {
+            self.regions.loss(sender, lost).store(1, Ordering::Release);
+        }
+        if number > state.notices[sender] {
+            state.notices[sender] = number;
+            self.regions.control(sender).notice.0.say(Said::decode(said));
+        }
+        self.regions.count_notice(sender);
+        self.regions.control(self.rank).bells[0].0.ring();
+    }
+
     fn ring(&self, bells: std::ops::Range<usize>) {
         for &rank in self.nodes.ranks(self.node) {
             for bell in bells.clone() {
@@ -133,7 +152,7 @@ impl Mirror {
             state.numbers[sender] = number;
             let control = self.regions.control(sender);
             match word {
-                Word::Departed => control.depart(),
+                Word::Departed { .. } => control.depart(),
                 Word::Fault(fault) => control.say_fault(fault),
                 Word::FaultInGroup(fault) => control.say_fault_in_group(fault),
                 Word::GivenUp { lane, round } => self.regions.given_up(lane).mark(round),
@@ -175,12 +194,14 @@ unsafe impl Receiver for Mirror {
             Some(Kind::Post) => self.post(&mut state, sender, message, len),
             Some(Kind::Packet) => self.packet(&mut state, sender, message, len),
             Some(Kind::Consumed) => self.consumed(sender, message),
+            Some(Kind::Notice) => self.notice(&mut state, sender, message),
             Some(Kind::Word) => {
                 let [both, value, posted @ .., sent] = message.words;
                 let (kind, number) = (both & ((1 << KIND_BITS) - 1), both >> KIND_BITS);
                 if let Some(word) = Word::decode(kind, value) {
-                    if word == Word::Departed {
-                        self.regions.note_leaving(sender);
+                    if let Word::Departed { notices } = word {
+                        self.regions.note_leaving(sender, notices);
+                        self.regions.control(self.rank).bells[0].0.ring();
                     }
                     state.pending.push(Pending { sender, word, number, posted, sent });
                 }

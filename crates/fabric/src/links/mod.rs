@@ -15,6 +15,8 @@
 //!
 //! A *word* (a departure, the reason of a failure) goes to each remote process, because the rail to a node may be gone. It says which rounds
 //! its rank had posted, and how many packets it had sent to this process; it counts once these are there.
+//!
+//! A *notice* (what a rank says that shrinks its communicator) goes to each remote process too, and counts at once, unless a newer one did.
 
 mod mirror;
 #[cfg(all(test, not(loom)))]
@@ -36,6 +38,7 @@ pub use written::Written;
 
 use crate::{
     FabricError,
+    communicator::shrink::Said,
     engine::{Flight, Message, Progress},
     layout::{LANES, RING, RING_BODY, Regions},
     nodes::Nodes,
@@ -63,19 +66,22 @@ enum Kind {
     Packet = 3,
     /// How many packets of a ring are consumed.
     Consumed = 4,
+    /// What a rank says that shrinks its communicator.
+    Notice = 5,
 }
 
 impl Kind {
     fn decode(number: u32) -> Option<Self> {
-        [Self::Post, Self::Word, Self::Packet, Self::Consumed].into_iter().find(|&kind| kind as u32 == number)
+        let all = [Self::Post, Self::Word, Self::Packet, Self::Consumed, Self::Notice];
+        all.into_iter().find(|&kind| kind as u32 == number)
     }
 }
 
 /// The facts that a rank announces to all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Word {
-    /// It has dropped its communicator.
-    Departed,
+    /// It has dropped its communicator, and had sent so many notices to each rank.
+    Departed { notices: u64 },
     /// Why it gave up; see `health`.
     Fault(u64),
     /// Why it gave up in a group.
@@ -88,7 +94,7 @@ impl Word {
     /// Its kind and its value.
     fn encode(self) -> (usize, u64) {
         match self {
-            Self::Departed => (0, 0),
+            Self::Departed { notices } => (0, notices),
             Self::Fault(fault) => (1, fault),
             Self::FaultInGroup(fault) => (2, fault),
             Self::GivenUp { lane, round } => (3 + lane, round),
@@ -97,7 +103,7 @@ impl Word {
 
     fn decode(kind: u64, value: u64) -> Option<Self> {
         Some(match usize::try_from(kind).ok()? {
-            0 => Self::Departed,
+            0 => Self::Departed { notices: value },
             1 => Self::Fault(value),
             2 => Self::FaultInGroup(value),
             kind if kind < 3 + LANES => Self::GivenUp { lane: kind - 3, round: value },
@@ -137,6 +143,8 @@ pub(crate) struct Links {
     posted: [AtomicU64; LANES],
     /// The number of the last word.
     words: Mutex<u64>,
+    /// The number of the last notice.
+    notices: Mutex<u64>,
     /// The process that this is of: in a forked child nothing moves.
     owner: u32,
 }
@@ -173,6 +181,7 @@ impl Links {
             flights,
             posted: std::array::from_fn(|_| AtomicU64::new(0)),
             words: Mutex::new(0),
+            notices: Mutex::new(0),
             owner: std::process::id(),
         }
     }
@@ -326,6 +335,30 @@ impl Links {
             // A rank that cannot be reached is lost, which its peers notice by themselves.
             let _ = self.tell_one(rank, Kind::Word, words);
         }
+    }
+
+    /// Tells all ranks of other nodes that this rank has dropped its communicator.
+    pub(crate) fn depart(&self) {
+        let notices = *self.notices.lock().unwrap_or_else(PoisonError::into_inner);
+        self.tell(Word::Departed { notices });
+    }
+
+    /// Tells all ranks of other nodes what this rank says, and whom it has lost. It waits for nothing else: what a word waits for may have been
+    /// lost with a rank.
+    pub(crate) fn tell_notice(&self, said: Said, lost: Option<usize>) {
+        let mut number = self.notices.lock().unwrap_or_else(PoisonError::into_inner);
+        *number += 1;
+        let [state, decided] = said.encode();
+        let lost = lost.map_or(0, |rank| rank as u64 + 1);
+        for rank in self.nodes.elsewhere(self.rank) {
+            // As in `tell`.
+            let _ = self.tell_one(rank, Kind::Notice, [*number, state, decided, lost, 0]);
+        }
+    }
+
+    /// The communicator's number.
+    pub(crate) fn communicator(&self) -> u64 {
+        self.communicator
     }
 
     /// The ranks of other nodes to which this rank's posts go.
