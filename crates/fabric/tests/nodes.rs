@@ -184,6 +184,28 @@ fn a_rank_that_leaves_is_named_on_all_nodes_and_has_sent_all_before() {
     }
 }
 
+/// Rank 2 takes for its node what rank 3 posts, and goes before it has it: rank 1 does not wait for that until its time is over.
+#[test]
+fn what_was_lost_with_the_rank_that_takes_it_is_not_waited_for() {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let share = |network: &Network| sender.send(network.clone()).unwrap();
+    let receiver = Mutex::new(receiver);
+    let ends = LocalWorld::run_on_nodes(&["a", "b", "b", "a"], TIMEOUT, share, |comm| {
+        comm.barrier()?;
+        if comm.rank() == 3 {
+            receiver.lock().unwrap().recv().unwrap().cut(2, 3);
+        }
+        if comm.rank() == 2 {
+            comm.set_timeout(Duration::from_millis(300));
+        }
+        let start = Instant::now();
+        while comm.barrier().is_ok() {}
+        Ok::<_, FabricError>(start.elapsed())
+    });
+    let took = *ends[1].as_ref().unwrap();
+    assert!(took < Duration::from_secs(5), "{took:?}");
+}
+
 #[test]
 fn abort_and_disagreement_travel() {
     let results = run(&["a", "b", "a", "b"], |comm| match comm.rank() {

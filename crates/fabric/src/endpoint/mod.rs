@@ -158,6 +158,9 @@ impl Endpoint {
         missing: &impl Fn() -> Vec<usize>,
         waited: Duration,
     ) {
+        if let Some(links) = &self.links {
+            links.forget_rails(|mate| self.health.is_gone(&self.regions, mate));
+        }
         #[cfg(not(loom))]
         self.entry.note(operation, waited, &missing());
         self.health.answer(&self.regions, operation, missing, waited);

@@ -35,6 +35,8 @@ struct State {
     numbers: Vec<u64>,
     /// The number of the newest notice of each sender.
     notices: Vec<u64>,
+    /// The ranks of this node that are gone: what they would have taken does not come.
+    gone: Vec<usize>,
 }
 
 /// How much of a packet is there.
@@ -63,6 +65,7 @@ impl Mirror {
             pending: Vec::new(),
             numbers: vec![0; world_size],
             notices: vec![0; world_size],
+            gone: Vec::new(),
         };
         Self { rank, regions, node: nodes.of(rank), nodes, state: Mutex::new(state) }
     }
@@ -169,7 +172,17 @@ impl Mirror {
         };
         pending.number == state.numbers[pending.sender] + 1
             && pending.sent <= state.received[pending.sender]
-            && (0..LANES).all(has_posted)
+            && (state.gone.contains(&self.nodes.rail(pending.sender, self.node))
+                || (0..LANES).all(has_posted))
+    }
+
+    /// Lets words count that wait for what this rank of the node would have taken, as it is gone.
+    pub(crate) fn forget_rail(&self, mate: usize) {
+        let mut state = self.lock();
+        if !state.gone.contains(&mate) {
+            state.gone.push(mate);
+            self.apply_words(&mut state);
+        }
     }
 }
 

@@ -14,7 +14,8 @@
 //! A *packet* of a ring of messages goes straight to the process of its receiver, which says what it has consumed.
 //!
 //! A *word* (a departure, the reason of a failure) goes to each remote process, because the rail to a node may be gone. It says which rounds
-//! its rank had posted, and how many packets it had sent to this process; it counts once these are there.
+//! its rank had posted, and how many packets it had sent to this process; it counts once these are there. It does not wait for posts that were
+//! lost with the rank that takes them for this node.
 //!
 //! A *notice* (what a rank says that shrinks its communicator) goes to each remote process too, and counts at once, unless a newer one did.
 
@@ -126,6 +127,7 @@ const _: () = assert!(RING_BODY <= PIECE, "a packet of a ring is one message");
 /// One rank's links to the ranks of other nodes, in one communicator.
 pub(crate) struct Links {
     progress: Arc<Progress>,
+    mirror: Arc<Mirror>,
     /// The communicator's number, equal on all ranks.
     communicator: u64,
     rank: usize,
@@ -160,10 +162,8 @@ impl Links {
         peers: Vec<usize>,
         regions: Regions,
     ) -> Self {
-        progress
-            .engine()
-            .inbox()
-            .register(communicator, Arc::new(Mirror::new(rank, nodes.clone(), regions.clone())));
+        let mirror = Arc::new(Mirror::new(rank, nodes.clone(), regions.clone()));
+        progress.engine().inbox().register(communicator, mirror.clone());
         let own = nodes.of(rank);
         let rails =
             (0..nodes.count()).filter(|&node| node != own).map(|node| nodes.rail(rank, node)).collect();
@@ -171,6 +171,7 @@ impl Links {
         let ring = |peer| (!nodes.share_memory(rank, peer)).then(Ring::default);
         Self {
             rings: (0..nodes.world_size()).map(ring).collect(),
+            mirror,
             progress,
             communicator,
             rank,
@@ -364,6 +365,20 @@ impl Links {
     /// The ranks of other nodes to which this rank's posts go.
     pub(crate) fn rails(&self) -> &[usize] {
         &self.rails
+    }
+
+    /// The rank of this node that takes what a rank of another node posts, if it is one.
+    pub(crate) fn rail_from(&self, rank: usize) -> Option<usize> {
+        let node = self.nodes.of(self.rank);
+        (self.nodes.of(rank) != node).then(|| self.nodes.rail(rank, node))
+    }
+
+    /// Lets words count that wait for posts which ranks of this node would have taken that are gone.
+    pub(crate) fn forget_rails(&self, is_gone: impl Fn(usize) -> bool) {
+        let mates = self.nodes.ranks(self.nodes.of(self.rank)).iter().copied();
+        mates
+            .filter(|&mate| mate != self.rank && is_gone(mate))
+            .for_each(|mate| self.mirror.forget_rail(mate));
     }
 
     /// Moves messages.
