@@ -290,12 +290,20 @@ impl Rounds {
                 return Err(self.mismatch(signature, rank, theirs));
             }
         }
-        let missing = || {
-            (0..self.endpoint.world_size)
-                .filter(|&r| r != self.endpoint.rank && arrival(r).is_none())
-                .collect()
-        };
         let Endpoint { health, regions, .. } = &*self.endpoint;
+        let missing = || {
+            let is_missing = |&rank: &usize| rank != self.endpoint.rank && arrival(rank).is_none();
+            let mut missing: Vec<usize> = (0..self.endpoint.world_size).filter(is_missing).collect();
+            if let Some(links) = &self.endpoint.links {
+                // What a rank of another node posts does not come any more if the rank is gone that takes it for this node.
+                let rails = missing.iter().filter_map(|&rank| links.rail_from(rank));
+                let gone: Vec<usize> = rails.filter(|&rail| health.is_gone(regions, rail)).collect();
+                missing.extend(gone);
+                missing.sort_unstable();
+                missing.dedup();
+            }
+            missing
+        };
         self.endpoint.look_around(self.call.unwrap_or(*signature), &missing, waited);
         let timeout = self.limit.unwrap_or_else(|| self.endpoint.timeout());
         health.check(regions, *signature, missing, waited, timeout)
