@@ -16,6 +16,21 @@ pub(crate) trait Reduce {
     /// # Safety
     /// As [`Reducer::run`](antiphon_device::host::reduce::Reducer::run).
     unsafe fn run(&self, destination: *mut u8, sources: &[*const u8], count: usize);
+
+    /// The size in bytes of an element's sum over one node, which travels to other nodes.
+    fn sum_size(&self) -> usize;
+
+    /// Adds up the contributions of one node's ranks, in their order.
+    ///
+    /// # Safety
+    /// As [`Reducer::accumulate`](antiphon_device::host::reduce::Reducer::accumulate).
+    unsafe fn accumulate(&self, sums: *mut u8, sources: &[*const u8], count: usize);
+
+    /// Reduces the sums of all nodes, in their order. Both halves give the bits of [`run`](Self::run).
+    ///
+    /// # Safety
+    /// As [`Reducer::conclude`](antiphon_device::host::reduce::Reducer::conclude).
+    unsafe fn conclude(&self, destination: *mut u8, sums: &[*const u8], count: usize);
 }
 
 /// Bytes of one piece of a one-shot: a rank's two mailboxes and its part of input and output stay in L2.
