@@ -4,6 +4,9 @@ use std::ops::Range;
 
 use antiphon_fabric::{FabricError, Rounds, Signature, Written};
 
+/// Bytes of a chunk where ranks are on several nodes: a round costs them a message's latency, which counts for more than caches.
+pub(crate) const BETWEEN_NODES: usize = 512 << 10;
+
 /// Copies bytes between a user's tensor and a mailbox.
 ///
 /// # Safety

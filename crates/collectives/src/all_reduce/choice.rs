@@ -53,13 +53,19 @@ fn names(comm: &Communicator) -> &'static [&'static str] {
 
 /// The table of a communicator: kept in it, found there by every call.
 fn load(comm: &Communicator) -> Result<AlgorithmTable> {
-    let thresholds = [(0, 0), (two_shot_from(comm.world_size()), 1), (HIERARCHICAL_FROM, 2)];
-    let names = names(comm);
-    AlgorithmTable::load(comm, &key(comm), names, &thresholds[..names.len()])
+    let thresholds = match comm.several_nodes() {
+        None => vec![(0, 0), (two_shot_from(comm.world_size()), 1)],
+        // Two ranks send each other as much either way, and a one-shot has fewer rounds.
+        Some(nodes) if nodes.world_size() == 2 => vec![(0, 0)],
+        Some(_) => vec![(0, 0), (TWO_SHOT_FROM, 1), (HIERARCHICAL_FROM, 2)],
+    };
+    AlgorithmTable::load(comm, &key(comm), names(comm), &thresholds)
 }
 
+/// Of several nodes: below, a one-shot is faster, as it has one round. Measured on two nodes of two ranks over TCP (benches/results).
+const TWO_SHOT_FROM: usize = 128 << 10;
 /// From so many bytes on, a two-shot goes by nodes: below, the round that this takes more costs more than it saves.
-const HIERARCHICAL_FROM: usize = 64 << 10;
+const HIERARCHICAL_FROM: usize = 512 << 10;
 
 /// Measured on machines with 2 and 16 cores (benches/results); `tune` measures other machines.
 fn two_shot_from(world_size: usize) -> usize {

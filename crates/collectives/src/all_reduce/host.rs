@@ -6,7 +6,7 @@ use antiphon_fabric::{ArenaOffsets, FabricError, Rounds, Signature, Written};
 
 use crate::{
     arguments::{Input, Output},
-    chunked::{chunk_for, copy, exchange_chunks},
+    chunked::{BETWEEN_NODES, chunk_for, copy, exchange_chunks},
 };
 
 /// Reduces the contributions of all ranks.
@@ -47,11 +47,12 @@ pub(super) fn one_shot(
     mut arrived: impl FnMut(usize),
 ) -> Result<(), FabricError> {
     let size = input.dtype.size();
+    let chunk = chunk_for(1, if rounds.nodes().is_some() { BETWEEN_NODES } else { ONE_SHOT_PIECE });
     exchange_chunks(
         rounds,
         signature,
         input.count * size,
-        chunk_for(1, ONE_SHOT_PIECE),
+        chunk,
         1,
         |part, outbox| {
             // SAFETY: the part lies within the input, and the outbox has room for it.

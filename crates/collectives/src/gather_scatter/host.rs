@@ -13,7 +13,7 @@ use antiphon_operation::Root;
 use crate::{
     all_reduce::{InOrder, Reduce},
     arguments::CheckedCall,
-    chunked::{chunk_for, copy, exchange_chunks_by_node},
+    chunked::{BETWEEN_NODES, chunk_for, copy, exchange_chunks_by_node},
     error::Result,
     hierarchical::{HIERARCHICAL, Kind, Work},
 };
@@ -49,7 +49,7 @@ pub(super) fn run(
         rounds,
         &call.signature,
         longest * size,
-        chunk_for(width, PIECE),
+        chunk_for(width, if nodes.is_some() { BETWEEN_NODES } else { PIECE }),
         width,
         |part, outbox| {
             let Some(input) = call.input.filter(|_| posts) else { return };

@@ -11,7 +11,7 @@ use crate::error::{CollectiveError, Result};
 pub(crate) const HIERARCHICAL: u8 = 0x40;
 
 /// From so many bytes on, a reduce or a reduce-scatter goes by nodes: below, the round that this takes more costs more than it saves.
-const WORTH: usize = 64 << 10;
+const WORTH: usize = 1 << 20;
 
 /// How a reduction of ranks on several nodes goes. The result has the same bits in both forms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
