@@ -5,7 +5,7 @@
 
 The nodes are network namespaces with a cable between them, and UCX and gloo go over TCP. It needs torch, UCX (`pip install libucx-cu13`),
 iproute2, util-linux, and root or user namespaces. Contenders take turns, each time in new processes, bound to cores in turn; of the
-rounds the medians are recorded. `engine` is what UCX does over TCP between two processes of one namespace.
+rounds the medians are recorded, with the least and the most. `engine` is what UCX does over TCP between two processes of one namespace.
 """
 
 import argparse
@@ -141,6 +141,7 @@ def measure(second: str, rounds: int) -> dict[str, Any]:
     for (ranks, name, size, form), times in taken.items():
         row = rows.setdefault((ranks, name, size), {"nodes": f"2x{ranks}", "operation": name, "bytes": size})
         row[form] = statistics.median(times)
+        row[f"{form} least, most"] = [min(times), max(times)]
     for row in rows.values():
         row["auto/gloo"] = round(row["auto"] / row["gloo"], 3)
     return {"unit": "µs", "rounds": rounds, "rows": list(rows.values()), "engine": engine()}
