@@ -155,7 +155,7 @@ fn about_the_root<B: Backend>(world: usize) {
         [(Operation::Broadcast, "broadcast(5 × f32, "), (Operation::Reduce, "reduce(5 × f32, sum, ")]
     {
         let to = |root| move |comm: &B| make(comm, &Call::new(operation).with_root(root), DType::F32, 5);
-        let texts = [0, 1].map(|root| format!("{text}root {root})"));
+        let texts = [0, 1].map(|root| format!("{text}root {root}"));
         disagree::<B>(world, (&to(0), &texts[0]), (&to(1), &texts[1]));
     }
 }

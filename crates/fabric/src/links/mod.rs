@@ -209,23 +209,24 @@ impl Links {
         Self::new(self.progress.clone(), number, rank, nodes, peers, regions)
     }
 
-    /// Sends a packet of this rank to all other nodes, which get it as a whole.
+    /// Sends a packet of this rank to all other nodes; `written` says what of it is for each of them.
     pub(crate) fn post(
         &self,
         lane: usize,
         round: u64,
         words: [u64; 2],
-        written: &Written,
+        written: impl Fn(usize) -> Written,
     ) -> Result<(), FabricError> {
         let parity = (round % 2) as usize;
-        let payload = self.regions.mailbox(self.rank, lane, parity).payload(written.len());
         let flight = &self.flights[lane][parity];
-        let total = written.total() as u64;
         self.posted[lane].store(round, Ordering::Relaxed);
-        let words = [(2 * lane + parity) as u64, round, words[0], words[1], total];
-        let message = |start: usize| self.message(Kind::Post, payload.wrapping_add(start), words);
         for &rail in &self.rails {
             let peer = self.peers[rail];
+            let written = written(self.nodes.of(rail));
+            let payload = self.regions.mailbox(self.rank, lane, parity).payload(written.len());
+            let total = written.total() as u64;
+            let words = [(2 * lane + parity) as u64, round, words[0], words[1], total];
+            let message = |start: usize| self.message(Kind::Post, payload.wrapping_add(start), words);
             if total == 0 {
                 self.progress.engine().tell(peer, &message(0))?;
             }

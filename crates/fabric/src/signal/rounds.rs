@@ -171,6 +171,21 @@ impl Rounds {
     /// [`FabricError::Engine`], where there are several nodes; the communicator is unusable afterwards.
     #[inline]
     pub fn post(&mut self, signature: &Signature, written: Written) -> Result<(), FabricError> {
+        self.post_by_node(signature, |_| written.clone())
+    }
+
+    /// As [`post`](Self::post), where the ranks of each other node get something else: `written` says what of the payload is for a node. It
+    /// is the same payload length for all. Every node gets the packet, even if nothing of the payload is for it, so all ranks wait for
+    /// each other as in any round.
+    ///
+    /// # Errors
+    /// As [`post`](Self::post).
+    #[inline]
+    pub fn post_by_node(
+        &mut self,
+        signature: &Signature,
+        written: impl Fn(usize) -> Written,
+    ) -> Result<(), FabricError> {
         self.sequence += 1;
         self.packet(self.endpoint.rank, self.sequence).head.publish(self.sequence, signature.to_words());
         for rank in self.peers() {
@@ -179,7 +194,7 @@ impl Rounds {
         match &self.endpoint.links {
             None => Ok(()),
             Some(links) => links
-                .post(self.lane, self.sequence, signature.to_words(), &written)
+                .post(self.lane, self.sequence, signature.to_words(), written)
                 .map_err(|error| self.fail(error)),
         }
     }
@@ -255,6 +270,20 @@ impl Rounds {
     #[inline]
     pub fn exchange(&mut self, signature: &Signature, written: Written) -> Result<(), FabricError> {
         self.post(signature, written)?;
+        self.wait(signature)
+    }
+
+    /// [Posts by node](Self::post_by_node) and waits.
+    ///
+    /// # Errors
+    /// As [`post`](Self::post) and [`wait`](Self::wait).
+    #[inline]
+    pub fn exchange_by_node(
+        &mut self,
+        signature: &Signature,
+        written: impl Fn(usize) -> Written,
+    ) -> Result<(), FabricError> {
+        self.post_by_node(signature, written)?;
         self.wait(signature)
     }
 

@@ -68,4 +68,19 @@ impl Reduce for RoundedSum {
             }
         }
     }
+
+    /// Every step is rounded, and so are the sums of nodes.
+    fn sum_size(&self) -> usize {
+        self.size
+    }
+
+    unsafe fn accumulate(&self, sums: *mut u8, sources: &[*const u8], count: usize) {
+        // SAFETY: passed on; the sums are apart from the sources.
+        unsafe { self.add_up(sums, sources.iter().copied(), 0, count) }
+    }
+
+    unsafe fn conclude(&self, destination: *mut u8, sums: &[*const u8], count: usize) {
+        // SAFETY: passed on; the destination is apart from the sums.
+        unsafe { self.add_up(destination, sums.iter().copied(), 0, count) }
+    }
 }
