@@ -474,12 +474,16 @@ fn ranks_meet_over_tcp_whoever_else_connects() {
             };
             let stranger = join(1, "guessed", 10.0);
             let first = join(0, "right", 20.0);
-            assert!(matches!(
-                stranger.join().unwrap(),
-                Err(FabricError::Rendezvous(
-                    RendezvousError::Refused { .. } | RendezvousError::Impostor { .. }
-                ))
-            ));
+            let refused = stranger.join().unwrap();
+            assert!(
+                matches!(
+                    refused,
+                    Err(FabricError::Rendezvous(
+                        RendezvousError::Refused { .. } | RendezvousError::Impostor { .. }
+                    ))
+                ),
+                "{refused:?}"
+            );
             // One that says nothing, and one that speaks another protocol.
             let _silent = std::net::TcpStream::connect((host, port)).unwrap();
             let mut other = std::net::TcpStream::connect((host, port)).unwrap();

@@ -163,7 +163,8 @@ fn each_side_of_a_cut_network_goes_on() {
         let side = |rank: usize| usize::from(rank >= size / 2);
         let results = run_with_short_links(nodes, |comm, network| {
             let rank = comm.rank();
-            comm.barrier()?;
+            // The cut may meet a rank in its first barrier.
+            let _ = comm.barrier();
             if rank == 0 {
                 thread::sleep(Duration::from_micros(seed as u64 * 700));
                 let across = |other: &usize| side(*other) != 0;
@@ -190,7 +191,8 @@ fn each_side_of_a_cut_network_goes_on() {
 fn a_node_between_two_that_are_cut_off_goes_with_one_or_with_none() {
     let worlds = Mutex::new(vec![]);
     let results = run_with_short_links(&["a", "b", "c"], |comm, network| {
-        comm.barrier()?;
+        // The cut may meet a rank in its first barrier.
+        let _ = comm.barrier();
         if comm.rank() == 2 {
             network.cut(0, 1);
         }
