@@ -2,7 +2,7 @@
 //!
 //! The command starts one worker process per rank (itself, with a hidden flag) and shows the rows that rank 0 measures.
 //!
-//! `antiphon-bench` says what is measured, and measures it; `tail` shows what [`Args::tail`] asks for.
+//! `antiphon-bench` says what is measured, and measures it; `tail` shows the rows of `--tail`.
 
 mod tail;
 
