@@ -112,7 +112,7 @@ def quantile(times: list[float], part: float) -> float:
 
 
 def steps(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-    """Microseconds of each of so many replays that run freely."""
+    """Replays the graph `count` times without waiting in between, and returns the microseconds of each replay."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     for _ in range(5):
         graph.replay()
@@ -176,7 +176,7 @@ def main() -> None:
                 for name, (graph, *_) in captured.items():
                     times[name] += steps(graph, arguments.steps // ROUNDS)
             for name, mine in times.items():
-                # Of the slowest rank, step by step.
+                # A step takes as long as on its slowest rank.
                 slowest = [max(step) for step in zip(*comm.exchange_objects(mine))]
                 row |= {f"{name} p50": statistics.median(slowest), f"{name} p99": quantile(slowest, 0.99)}
                 row[f"{name} max"] = max(slowest)

@@ -1,4 +1,4 @@
-"""Compares the figures of README.md and docs/*.md with the records of benches/results, and the records with what each must tell.
+"""Compares the figures of README.md and the pages of docs/ with the records of benches/results, and the records with what each must tell.
 
     python3 scripts/figures.py            # says which figures differ from their records; fails if any does
     python3 scripts/figures.py --write    # puts the records' figures in their places
@@ -293,15 +293,15 @@ def is_of_figures(table: list[str]) -> bool:
 # --- pages ----------------------------------------------------------------------------------------------------------------
 
 
-def correct_page(page: Path, results: Path, problems: list[str]) -> str:
-    """The page with the figures of its records."""
+def correct_page(page: Path, root: Path, results: Path, problems: list[str]) -> str:
+    """The page with the figures of its records. Problems name it by its path from `root`."""
     text = page.read_text()
     parts = re.split(r"(?<=\n)(\n+)", text)  # paragraphs and what is between them
     is_output = False
     for at, part in enumerate(parts):
         begins_as_output = is_output
         is_output ^= len(FENCE.findall(part)) % 2 == 1
-        where = f"{page.name}:{text.count(chr(10), 0, sum(map(len, parts[:at]))) + 1}"
+        where = f"{page.relative_to(root)}:{text.count(chr(10), 0, sum(map(len, parts[:at]))) + 1}"
         marked = MARKER.match(part)
         body = part[marked.end() :] if marked else part
         lines = body.strip("\n").splitlines()
@@ -335,9 +335,9 @@ def main() -> int:
     results = arguments.root / "benches" / "results"
     records = sorted(path for path in results.rglob("*") if path.is_file())
     problems = [problem for record in records for problem in problems_of_record(record)]
-    pages = [arguments.root / "README.md", *sorted((arguments.root / "docs").glob("*.md"))]
+    pages = [arguments.root / "README.md", *sorted((arguments.root / "docs").rglob("*.md"))]
     for page in pages:
-        text = correct_page(page, results, problems)
+        text = correct_page(page, arguments.root, results, problems)
         if arguments.write:
             page.write_text(text)
     if not records:

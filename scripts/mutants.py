@@ -111,7 +111,7 @@ def marker(file: Path) -> str:
 
 def programs() -> dict[str, str]:
     """The test program of each package, which Cargo has built."""
-    # Of all packages that `make emulated` tests, so that nothing is built with other features.
+    # The packages are all that `make emulated` tests, so that nothing is built with other features.
     packages = ["device", "fabric", "moe", "collectives"]
     command = ["cargo", "test", *(f"-pantiphon-{package}" for package in packages), "--test", "cuda", "--no-run", "--message-format", "json"]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""What docs/python.md shows, as a reader would try it."""
+"""What docs/guide/python.md and docs/guide/compat.md show, as a reader would try it."""
 
 import os
 import re
@@ -16,9 +16,16 @@ import antiphon
 import harness
 import ranks
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "python.md").read_text()
-PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-HELLO, PENDING, LOSS, SHARED, PLAN, CUDA, COMPILED, GRADIENT, FUSED, BACKEND, PROFILED, GOING_ON, PEER, MIXED = PROGRAMS
+GUIDE = Path(__file__).resolve().parent.parent / "docs" / "guide"
+PAGE = (GUIDE / "python.md").read_text()
+
+
+def programs(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+HELLO, PENDING, LOSS, SHARED, PLAN, CUDA, COMPILED, GRADIENT, FUSED, BACKEND, PROFILED, GOING_ON = programs(PAGE)
+PEER, MIXED = programs((GUIDE / "compat.md").read_text())
 
 
 def test_the_first_program_prints_what_the_page_says(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What docs/language.md shows, and the examples that it walks through."""
+"""What docs/guide/language.md shows, and the examples that it walks through."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "language.md").read_text()
+PAGE = (ROOT / "docs" / "guide" / "language.md").read_text()
 EXAMPLES = sorted((ROOT / "examples" / "python" / "plans").glob("*.py"))
 
 
@@ -22,7 +22,7 @@ def built(example: Path, size: int, into: Path) -> dict:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_page_shows_the_example(example: Path) -> None:
     [body] = re.findall(r"(def .*?return JSON\(\)\n)", example.read_text(), re.DOTALL)
-    assert body in PAGE and f"../examples/python/plans/{example.name}" in PAGE
+    assert body in PAGE and f"../../examples/python/plans/{example.name}" in PAGE
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -43,7 +43,7 @@ SAME_AS = "two equal Chunk objects in two switch ops"
 COPY = "copy s=i[0+1] d=o[0+1]"
 RES = "res s=i[0+1],i[1+1] d=o[0+1],r0[0+1] channel_type=memory reduce_op=sum"
 
-#: Where ours differs on purpose: what it makes of theirs, and why. docs/language.md has the same table in prose.
+#: Where ours differs on purpose: what it makes of theirs, and why. docs/guide/language.md has the same table in prose.
 DIFFERENT: dict[str, dict[str, Any]] = {
     "autosync": {},
     "errors": {

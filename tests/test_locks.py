@@ -1,4 +1,4 @@
-"""How many locks a warm call takes: docs/python.md gives the numbers."""
+"""How many locks a warm call takes: docs/guide/python.md gives the numbers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ Comm = antiphon.Communicator
 
 
 def locks_of(call: Callable[[], Any], calls: int = CALLS) -> float:
-    """How many locks each of so many calls takes on this thread."""
+    """The locks that each of ``calls`` calls takes on this thread, on average."""
     for _ in range(3):
         call()
     before = locks_taken()

@@ -471,7 +471,7 @@ def test_operators_compile_and_differentiate() -> None:
 
 
 def test_the_pages_example_runs() -> None:
-    page = (Path(__file__).resolve().parent.parent / "docs" / "moe.md").read_text()
+    page = (Path(__file__).resolve().parent.parent / "docs" / "guide" / "moe.md").read_text()
     program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
 
     def body(comm: antiphon.Communicator) -> None:

@@ -321,7 +321,7 @@ def test_ranks_that_differ_hear_of_it() -> None:
 
 
 def test_the_pages_example_runs() -> None:
-    page = (Path(__file__).resolve().parent.parent / "docs" / "moe.md").read_text()
+    page = (Path(__file__).resolve().parent.parent / "docs" / "guide" / "moe.md").read_text()
     (program,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "by_expert" in block)
 
     def body(comm: antiphon.Communicator) -> None:

@@ -326,7 +326,7 @@ def test_low_latency_arguments_are_refused_with_their_numbers() -> None:
 
 
 def test_the_pages_low_latency_example_runs() -> None:
-    page = (Path(__file__).resolve().parent.parent / "docs" / "moe.md").read_text()
+    page = (Path(__file__).resolve().parent.parent / "docs" / "guide" / "moe.md").read_text()
     program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1]
 
     def body(comm: antiphon.Communicator) -> None:

@@ -66,8 +66,9 @@ def call_everything() -> tuple[int, list[list[int]]]:
         with pytest.raises(ValueError, match="create_shared_buffer needs memory that all ranks share") as refused:
             comm.create_shared_buffer(64)
         assert f"ranks {elsewhere} of {size}" in str(refused.value) and "node_group" in str(refused.value)
-        with pytest.raises(NotImplementedError, match="shrink"):
-            comm.shrink()
+        with comm.shrink() as again:
+            assert (again.rank, again.nodes) == (rank, nodes)
+            np.testing.assert_array_equal(again.all_reduce(contribution(rank, 1000)), sum_by_node(nodes, 1000))
         comm.barrier()
         return rank, nodes
 

@@ -14,7 +14,7 @@ import ranks
 
 
 def train_until(left: int) -> list[int]:
-    """Steps in which ranks are killed until so many are left; which these are, by their first numbers."""
+    """Trains while ranks are killed, until ``left`` ranks are left, and returns the first numbers of these ranks."""
     comm = antiphon.init()
     first = comm.rank
     if first >= left:

@@ -55,7 +55,7 @@ with torch.no_grad():
 
     x, weights = tokens[group].double(), [weight.double() for weight in (heads, up, down)]
     expected = silu_mlp(x @ weights[0], *weights[1:])
-    # Of sums of INNER products each addition rounds to within half of 2**-23 of the sum so far, which these bound.
+    # A sum has INNER products. Each addition rounds to within half of 2**-23 of the sum so far, which these bound.
     bound = 2**-23 * INNER * (x.abs() @ weights[0].abs() @ weights[1].abs() @ weights[2].abs()).max().item()
     error = (output.double() - expected).abs().max().item()
     assert error <= bound, f"error {error} exceeds {bound}"

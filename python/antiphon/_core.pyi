@@ -274,7 +274,7 @@ class Communicator:
         All ranks call it together. ``device`` is torch's or CuPy's current device by default. It loads the reductions of
         ``dtypes`` (``"float32"``, ``"float16"`` and ``"bfloat16"``) by ``ops`` (``"sum"``); each that is not in the cache on
         disk takes about a second. Each communicator takes about 370 MB on each GPU, of which 356,515,840 bytes are for data under way;
-        with ``staging_bytes``, equal on all ranks and at least 16 MiB, so many, unless the GPU is connected already. Raises
+        ``staging_bytes``, equal on all ranks and at least 16 MiB, sets another number, unless the GPU is connected already. Raises
         ``RuntimeError`` that names missing requirements, and ``ValueError`` for fewer bytes."""
 
     def on_cuda_failure(self, action: Literal["error", "abort"] | Callable[[Exception], object]) -> None:
@@ -882,7 +882,7 @@ class MoeHybrid:
         and ``scales`` say what rows of the first dispatch will be.
 
         With ``pad_multiple`` rows are ordered by expert, and those of each expert padded to a multiple of it; without one, by
-        token. With ``capacity`` there are so many rows; ``max_tokens``, equal on all ranks, is then the most tokens of any.
+        token. ``capacity`` sets the number of rows; ``max_tokens``, equal on all ranks, is then the most tokens of any rank.
 
         On a GPU the handle keeps what :meth:`handle_words` says in ``words``, int32, if they are given, which then live as long as
         the handle, and as graphs that have its calls. Without a capacity the call waits for the counts, and cannot be captured."""
@@ -1299,7 +1299,7 @@ class MixedHandler:
         """Of ``waits``, ``bytes1`` and ``composed``, those that make sense."""
 
     def select(self, op: int, num_bytes: int) -> str:
-        """The mode of a call without one, for blocks of so many bytes. All ranks call it together."""
+        """The mode of a call that names no mode, for blocks of ``num_bytes`` bytes. All ranks call it together."""
 
     def tune(self, smallest: int, largest: int) -> None:
         """Measures the modes of equal bits for blocks of these bytes, and keeps the tables. All ranks call it together."""

@@ -50,15 +50,15 @@ fi
 cp "$wheels"/*.whl "$bundle/wheels/"
 
 # With what the tests read when they are collected.
-mkdir "$bundle"/python/{tests,docs}
+mkdir "$bundle/python/tests"
 cp pyproject.toml "$bundle/python/"
 cp tests/*.py "$bundle/python/tests/"
-cp docs/*.md "$bundle/python/docs/"
+cp -r docs "$bundle/python/"
 cp -r examples "$bundle/python/"
 cp benches/*.py "$bundle/python/benches/"
 cp scripts/gpu-bundle/run.sh scripts/skipped.py "$bundle/"
 cp -r tests/skipped "$bundle/"
-# Of which the records of benchmarks tell.
+# The records of benchmarks tell this commit.
 "$python" -c 'import sys; sys.path.insert(0, "benches"); import record; print(record.commit())' >"$bundle/COMMIT"
 
 size_mib=$(($(du --apparent-size --summarize --block-size 1K "$bundle" | cut -f 1) / 1024 + 1))

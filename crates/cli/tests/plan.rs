@@ -9,7 +9,7 @@ use std::{
 
 use antiphon_language::{Collective, DataSync, Options, Plan, Program, Protocol, ReduceOp, Result};
 
-/// Of two ranks, each reduces its chunk of both inputs into both outputs. In the end they meet, or do not.
+/// Each of two ranks reduces its chunk of both inputs into both outputs. The ranks meet at the end if `ends_well`.
 fn two_shot(ends_well: bool) -> Result<Plan> {
     let program = Program::new("two_shot", &Collective::all_reduce(2, 1), Options::default());
     let channels = [program.memory_channel(1, 0)?, program.memory_channel(0, 1)?];

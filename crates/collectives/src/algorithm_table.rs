@@ -27,8 +27,8 @@ impl AlgorithmTable {
         self.table.choose(bytes)
     }
 
-    /// The table in the cache if all ranks find the same there, else the one with these thresholds: from so many bytes on,
-    /// that algorithm. A cache that cannot be used is warned of. All ranks call it together.
+    /// Loads the table from the cache if all ranks find the same table there, and else makes one from thresholds. A threshold is a number
+    /// of bytes from which on its algorithm is chosen. A cache that cannot be used is reported in a warning. All ranks call it together.
     pub(crate) fn load(
         comm: &Communicator,
         key: &Key,

@@ -4,6 +4,9 @@ use std::ops::Range;
 
 use antiphon_fabric::{FabricError, Rounds, Signature, Written};
 
+/// Bytes of a chunk where ranks are on several nodes: a round costs them a message's latency, which counts for more than caches.
+pub(crate) const BETWEEN_NODES: usize = 512 << 10;
+
 /// Copies bytes between a user's tensor and a mailbox.
 ///
 /// # Safety
@@ -38,6 +41,35 @@ pub(crate) fn exchange_chunks(
         let payload = part.len() * width;
         let written = fill(part.clone(), rounds.outbox(payload));
         rounds.exchange(signature, written)?;
+        drain(part.clone(), rounds.inboxes(payload));
+        start = part.end;
+        if start >= len {
+            return Ok(());
+        }
+    }
+}
+
+/// As [`exchange_chunks`], where each other node gets something else: `written` says which bytes of a contribution to a chunk of so many are for
+/// a node.
+#[inline]
+#[expect(clippy::too_many_arguments, reason = "one more than the loop that it varies")]
+pub(crate) fn exchange_chunks_by_node(
+    rounds: &mut Rounds,
+    signature: &Signature,
+    len: usize,
+    chunk: usize,
+    width: usize,
+    mut fill: impl FnMut(Range<usize>, *mut u8),
+    written: impl Fn(usize, usize) -> Written,
+    mut drain: impl FnMut(Range<usize>, &mut [*const u8]),
+) -> Result<(), FabricError> {
+    debug_assert!(chunk > 0 && chunk * width <= Rounds::CAPACITY);
+    let mut start = 0;
+    loop {
+        let part = start..len.min(start + chunk);
+        let payload = part.len() * width;
+        fill(part.clone(), rounds.outbox(payload));
+        rounds.exchange_by_node(signature, |node| written(part.len(), node))?;
         drain(part.clone(), rounds.inboxes(payload));
         start = part.end;
         if start >= len {

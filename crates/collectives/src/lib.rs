@@ -32,7 +32,7 @@
 //!
 //! [`all_reduce`] explains its algorithms and the choice among them. [`fusion`] fuses an all-reduce with the steps that follow
 //! it. [`mixed`] combines collectives of tensor and data parallel groups in one call. [`gather_scatter`] has all other
-//! operations.
+//! operations. [`hierarchical`] explains how reductions go between nodes.
 
 mod algorithm_table;
 pub mod all_reduce;
@@ -43,6 +43,7 @@ pub mod cuda;
 pub mod error;
 pub mod fusion;
 pub mod gather_scatter;
+pub mod hierarchical;
 pub mod mixed;
 pub mod nccl;
 mod non_blocking;

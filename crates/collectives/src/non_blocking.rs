@@ -76,7 +76,7 @@ pub trait NonBlocking {
     fn start_barrier(&self) -> Result<Pending<(), FabricError>>;
 }
 
-/// An output of so many elements, or an error that says how many.
+/// An output with room for `count` elements, or an error that names the count.
 fn room<T: Element>(count: usize) -> Result<Vec<T>> {
     let mut output = Vec::new();
     output.try_reserve_exact(count).map_err(|e| {

@@ -117,7 +117,7 @@ killed_in! {
     killed_in_non_blocking_all_reduce: "non-blocking";
 }
 
-/// Of two groups of two ranks: one of this rank's group, and one of the other.
+/// The number of ranks and the rank that is killed. With two groups of two ranks, the killed rank is in rank 0's group or in the other.
 const MIXED_VICTIMS: [(usize, usize); 2] = [(4, 1), (4, 2)];
 
 #[test]

@@ -27,7 +27,7 @@ pub(crate) struct Watch {
     pub pc: AtomicUsize,
 }
 
-/// A block that has looked at memory so many rounds, and done nothing else, waits.
+/// A block counts as waiting once it has looked at memory in this number of rounds, and has done nothing else.
 const RESTS: u32 = 64;
 
 /// How much has been done so far, if blocks run and all of them only look.

@@ -16,7 +16,7 @@
 //! | `ANTIPHON_EMULATOR_ROOM` | `shared`: the grids of a GPU share its multiprocessors and queues |
 //! | `ANTIPHON_EMULATOR_REGISTERS` | `most`: a thread has as many as `__launch_bounds__` leaves it, and not 32 |
 //! | `ANTIPHON_EMULATOR_SEED` | the threads of a block run in another order for each number, in ascending order without it; and other streams share a queue |
-//! | `ANTIPHON_EMULATOR_RACES` | `first` or `all` races are reported: docs/emulator.md |
+//! | `ANTIPHON_EMULATOR_RACES` | `first` or `all` races are reported: docs/design/emulator.md |
 //! | `ANTIPHON_EMULATOR_MUTANT` | `FILE:LINE:FROM=>TO` changes a line of the kernels, as `make mutants` does |
 //! | `ANTIPHON_EMULATOR_KEEP` | the compiled programs stay in the folder for temporary files |
 

@@ -99,6 +99,10 @@ const MAILBOXES: usize = PAGE;
 const MAILBOX: usize = HEAD + BODY;
 const COUNTERS: usize = MAILBOXES + LANES * 2 * MAILBOX;
 const RING_PACKET: usize = HEAD + RING_BODY;
+/// Where the word about the loss of a rank lies, behind the counter of the packets consumed of it.
+const LOSS: usize = 64;
+
+const _: () = assert!(size_of::<Consumed>() <= LOSS);
 
 impl Layout {
     /// The layout for `world_size` ranks with `arena_bytes` each (rounded up to whole pages).
@@ -140,8 +144,10 @@ struct Elsewhere {
     nodes: Nodes,
     node: usize,
     controls: Vec<Control>,
-    /// Whether a departure has arrived that does not count yet.
-    leaving: Vec<AtomicU32>,
+    /// Of each rank that has said that it leaves: how many notices it had sent to this rank before, and one.
+    leaving: Vec<AtomicU64>,
+    /// How many notices have come from each rank.
+    notices: Vec<AtomicU64>,
 }
 
 // SAFETY: `base` is the address of `memory`, which any thread may use; see there.
@@ -160,8 +166,9 @@ impl Regions {
         let node = nodes.of(rank);
         let first = nodes.ranks(node)[0];
         let controls = (0..layout.world_size).map(|_| Control::default()).collect();
-        let leaving = (0..layout.world_size).map(|_| AtomicU32::new(0)).collect();
-        let elsewhere = Some(Arc::new(Elsewhere { nodes, node, controls, leaving }));
+        let counters = || (0..layout.world_size).map(|_| AtomicU64::new(0)).collect();
+        let (leaving, notices) = (counters(), counters());
+        let elsewhere = Some(Arc::new(Elsewhere { nodes, node, controls, leaving, notices }));
         Self { first, elsewhere, ..Self::new(memory, layout) }
     }
 
@@ -172,12 +179,31 @@ impl Regions {
         })
     }
 
-    /// Notes that a rank of another node has said that it leaves.
-    pub(crate) fn note_leaving(&self, rank: usize) {
+    /// Notes that a rank of another node has said that it leaves, and that it has sent so many notices before.
+    pub(crate) fn note_leaving(&self, rank: usize, notices: u64) {
         if let Some(elsewhere) = &self.elsewhere {
             // Pairs with the acquire load in `is_leaving`.
-            elsewhere.leaving[rank].store(1, Ordering::Release);
+            elsewhere.leaving[rank].store(notices.saturating_add(1), Ordering::Release);
         }
+    }
+
+    /// Counts a notice of a rank of another node, which can be seen by now. One thread at a time does.
+    pub(crate) fn count_notice(&self, rank: usize) {
+        if let Some(elsewhere) = &self.elsewhere {
+            let count = &elsewhere.notices[rank];
+            // Pairs with the acquire load in `has_left`.
+            count.store(count.load(Ordering::Relaxed) + 1, Ordering::Release);
+        }
+    }
+
+    /// Whether a rank has dropped its communicator, so that no notice of it will come. (What else it sent to a rank of another node
+    /// may still be under way, or lost with the rank that would have received it for that node.)
+    pub(crate) fn has_left(&self, rank: usize) -> bool {
+        let Some(elsewhere) = self.elsewhere.as_ref().filter(|_| self.is_elsewhere(rank)) else {
+            return self.control(rank).has_departed();
+        };
+        let leaving = elsewhere.leaving[rank].load(Ordering::Acquire);
+        leaving != 0 && elsewhere.notices[rank].load(Ordering::Acquire) >= leaving - 1
     }
 
     /// Whether a rank is on another node.
@@ -251,6 +277,15 @@ impl Regions {
         let offset = COUNTERS + from * size_of::<Padded<AtomicU64>>();
         // SAFETY: the offset is a counter's, aligned to 128 bytes.
         unsafe { &*self.at(to, offset).cast() }
+    }
+
+    /// Not 0 once the rank `by`, which shrinks the communicator, has lost `rank`. In the part of a rank of another node it is what that has told
+    /// to any rank of this one.
+    pub(crate) fn loss(&self, by: usize, rank: usize) -> &AtomicU32 {
+        // The second line beside the counter of consumed packets is nobody's.
+        let offset = COUNTERS + rank * size_of::<Padded<AtomicU64>>() + LOSS;
+        // SAFETY: the offset is aligned, and inside of a counter's two lines; zero bytes are a valid word.
+        unsafe { &*self.at(by, offset).cast() }
     }
 
     /// The address of an offset of a rank's arena.

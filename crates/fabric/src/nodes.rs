@@ -26,7 +26,7 @@ impl Nodes {
     }
 
     /// The nodes of ranks, given the name of each rank's node.
-    pub(crate) fn named<'a>(names: impl IntoIterator<Item = &'a str>) -> Self {
+    pub fn named<'a>(names: impl IntoIterator<Item = &'a str>) -> Self {
         let (mut numbers, mut inner) =
             (BTreeMap::new(), Inner { of_rank: vec![], ranks: vec![], names: vec![] });
         for (rank, name) in names.into_iter().enumerate() {
@@ -98,6 +98,15 @@ impl Nodes {
         mates.binary_search(&rank).expect("a rank is one of its node's")
     }
 
+    /// The place of a rank among all ranks in the order of their nodes, and within a node ascending: the ranks of each node are neighbours.
+    ///
+    /// # Panics
+    /// When there is no such rank.
+    pub fn place(&self, rank: usize) -> usize {
+        let before = (0..self.of(rank)).map(|node| self.ranks(node).len()).sum::<usize>();
+        before + self.rank_in_node(rank)
+    }
+
     /// Whether both ranks share a memory.
     ///
     /// # Panics
@@ -155,6 +164,7 @@ mod tests {
         assert_eq!((nodes.ranks(0), nodes.ranks(1)), (&[0, 2][..], &[1, 3, 4][..]));
         assert_eq!((nodes.name(0), nodes.of(4), nodes.rank_in_node(4)), ("b", 1, 2));
         assert_eq!(nodes.elsewhere(0), [1, 3, 4]);
+        assert_eq!([0, 1, 2, 3, 4].map(|rank| nodes.place(rank)), [0, 2, 1, 3, 4]);
         assert!(nodes.share_memory(1, 4) && !nodes.share_memory(0, 1));
         let group = nodes.of_group(&[4, 2]);
         assert_eq!((group.count(), group.name(0)), (2, "a"));

@@ -86,7 +86,7 @@ fn rank_process() {
     say_error(&error);
 }
 
-/// Leaves this process no more than so many descriptors to open.
+/// Leaves this process no more than `left` descriptors to open.
 fn leave_descriptors(left: usize) {
     let maximum = getrlimit(Resource::Nofile).maximum;
     setrlimit(Resource::Nofile, Rlimit { current: Some(64), maximum }).unwrap();

@@ -9,7 +9,7 @@ use std::{
 
 use antiphon_fabric::{
     Communicator, LocalWorld,
-    engine::{EngineError, Ucx},
+    engine::{EngineError, Network, Ucx},
     rendezvous::Ticket,
 };
 use antiphon_testing::{Need, need};
@@ -82,7 +82,16 @@ fn world_by_ucx() {
             Ok(written)
         };
         let comm = Communicator::builder().node(["a", "b"][rank]).by_exchange(rank, 2, &mut exchange);
-        between_nodes(&comm.unwrap());
+        let comm = comm.unwrap();
+        between_nodes(&comm);
+        comm.abort();
+        let again = comm.shrink().unwrap();
+        drop(comm);
+        between_nodes(&again);
+        if rank == 0 {
+            again.barrier().unwrap_err();
+            assert_eq!(again.shrink().unwrap().world_size(), 1);
+        }
     };
     std::thread::scope(|scope| {
         for rank in [0, 1] {
@@ -90,6 +99,39 @@ fn world_by_ucx() {
             scope.spawn(move || join(rank));
         }
     });
+}
+
+/// Worlds of three nodes that lose a rank at a random step, which is killed or leaves; the others go on without it.
+fn worlds_that_lose_a_rank(seeds: std::ops::Range<usize>) {
+    for seed in seeds {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let receiver = Mutex::new(receiver);
+        let share = |network: &Network| {
+            network.reorder(seed as u64 + 1);
+            sender.send(network.clone()).unwrap();
+        };
+        let nodes = ["a", "b", "c", "c"];
+        let (victim, step, is_killed) = (seed % 2, seed * 7 % 5, seed % 3 > 0);
+        let sizes = LocalWorld::run_on_nodes(&nodes, Duration::from_secs(30), share, |comm| {
+            for round in 0.. {
+                if comm.rank() == victim && round == step {
+                    if is_killed {
+                        receiver.lock().unwrap().recv().unwrap().kill(victim);
+                    }
+                    return 0;
+                }
+                // So short that nothing is lent to the network: a killed rank would wait for it when it is dropped.
+                let Err(error) = comm.exchange_bytes(&[1; 3000]) else { continue };
+                assert_eq!(error.lost_world_rank(), Some(victim), "seed {seed}: {error}");
+                break;
+            }
+            let left = comm.shrink().unwrap();
+            drop(comm);
+            left.exchange_bytes(&[1; 100_000]).unwrap();
+            left.world_size()
+        });
+        assert_eq!(sizes.iter().sum::<usize>(), 3 * 3, "seed {seed}: {sizes:?}");
+    }
 }
 
 #[test]
@@ -123,6 +165,9 @@ fn nothing_grows() {
         LocalWorld::run_on_nodes(&["a", "b"], Duration::from_secs(60), |_| (), |comm| between_nodes(&comm));
     }
     assert_no_growth(before, "worlds of two nodes");
+
+    worlds_that_lose_a_rank(0..100);
+    assert_no_growth(before, "worlds that lose a rank");
 
     let found = match Ucx::open(0, 1) {
         Err(error @ EngineError::Library(_)) => Err(error),

@@ -184,6 +184,28 @@ fn a_rank_that_leaves_is_named_on_all_nodes_and_has_sent_all_before() {
     }
 }
 
+/// Rank 2 takes for its node what rank 3 posts, and goes before it has it: rank 1 does not wait for that until its time is over.
+#[test]
+fn what_was_lost_with_the_rank_that_takes_it_is_not_waited_for() {
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let share = |network: &Network| sender.send(network.clone()).unwrap();
+    let receiver = Mutex::new(receiver);
+    let ends = LocalWorld::run_on_nodes(&["a", "b", "b", "a"], TIMEOUT, share, |comm| {
+        comm.barrier()?;
+        if comm.rank() == 3 {
+            receiver.lock().unwrap().recv().unwrap().cut(2, 3);
+        }
+        if comm.rank() == 2 {
+            comm.set_timeout(Duration::from_millis(300));
+        }
+        let start = Instant::now();
+        while comm.barrier().is_ok() {}
+        Ok::<_, FabricError>(start.elapsed())
+    });
+    let took = *ends[1].as_ref().unwrap();
+    assert!(took < Duration::from_secs(5), "{took:?}");
+}
+
 #[test]
 fn abort_and_disagreement_travel() {
     let results = run(&["a", "b", "a", "b"], |comm| match comm.rank() {
@@ -244,7 +266,6 @@ fn what_needs_one_memory_is_refused_and_the_communicator_stays_usable() {
                 .map(drop)
                 .map_err(text)
                 .unwrap_err(),
-            comm.shrink().map(drop).map_err(text).unwrap_err(),
         ];
         comm.barrier()?;
         Ok::<_, FabricError>(refused)
@@ -252,7 +273,6 @@ fn what_needs_one_memory_is_refused_and_the_communicator_stays_usable() {
     let refused = results[0].as_ref().unwrap();
     assert!(refused[0].contains("create_shared_buffer") && refused[0].contains("[1, 2] of 3"), "{refused:?}");
     assert!(refused[1].contains("exchange_descriptors"), "{refused:?}");
-    assert!(refused[2].contains("2 nodes (a, b)") && refused[2].contains("not implemented"), "{refused:?}");
 }
 
 #[test]
@@ -454,12 +474,16 @@ fn ranks_meet_over_tcp_whoever_else_connects() {
             };
             let stranger = join(1, "guessed", 10.0);
             let first = join(0, "right", 20.0);
-            assert!(matches!(
-                stranger.join().unwrap(),
-                Err(FabricError::Rendezvous(
-                    RendezvousError::Refused { .. } | RendezvousError::Impostor { .. }
-                ))
-            ));
+            let refused = stranger.join().unwrap();
+            assert!(
+                matches!(
+                    refused,
+                    Err(FabricError::Rendezvous(
+                        RendezvousError::Refused { .. } | RendezvousError::Impostor { .. }
+                    ))
+                ),
+                "{refused:?}"
+            );
             // One that says nothing, and one that speaks another protocol.
             let _silent = std::net::TcpStream::connect((host, port)).unwrap();
             let mut other = std::net::TcpStream::connect((host, port)).unwrap();

@@ -200,7 +200,7 @@ fn a_folder_that_this_user_may_not_use_is_an_error_on_all_ranks() {
     let _roots = UnixListener::bind(&path).unwrap();
     let told_to_nobody = || {
         let nobody = || {
-            // Of this thread only.
+            // The user of this thread alone changes.
             rustix::thread::set_thread_uid(rustix::fs::Uid::from_raw(65534)).unwrap();
             [0, 1].map(|rank| problem(patient().at_path(rank, 2, &path, "secret")).to_string())
         };

@@ -3,17 +3,23 @@
 mod processes;
 
 use std::{
+    path::Path,
+    process::Command,
     thread,
     time::{Duration, Instant},
 };
 
-use antiphon_fabric::{Communicator, FabricError, LocalWorld};
+use antiphon_fabric::{
+    Communicator, FabricError, LocalWorld,
+    engine::{EngineError, Ucx},
+};
+use antiphon_testing::{Machines, Need, need};
 use processes::{World, role, say};
 use rustix::process::{Signal, getpid, kill_process};
 
 const LONG: Duration = Duration::from_secs(30);
 
-/// What a rank does when this binary is started as one: it goes on until only so many ranks are left.
+/// What a rank does when this binary is started as one: it goes on until only as many ranks are left as its role says.
 #[test]
 fn rank_process() {
     let Some(role) = role() else { return };
@@ -35,7 +41,7 @@ fn rank_process() {
     let mut comm = comm;
     loop {
         let error = match work(&comm, first) {
-            Ok(members) if members.len() as u64 == left => {
+            Ok(members) if members.len() as u64 == left || words[0] == "is cut off" && members.len() < 3 => {
                 say(format_args!("{members:?}"));
                 return;
             }
@@ -46,7 +52,8 @@ fn rank_process() {
         let start = Instant::now();
         comm = comm.shrink().unwrap();
         let took = start.elapsed();
-        assert!(took < Duration::from_secs(1), "{took:?}");
+        // Losses behind a cut link are noticed by each side in its own time.
+        assert!(took < Duration::from_secs(if words[0] == "is cut off" { 4 } else { 1 }), "{took:?}");
     }
 }
 
@@ -54,9 +61,11 @@ fn rank_process() {
 fn work(comm: &Communicator, first: usize) -> Result<Vec<usize>, FabricError> {
     let (next, before) = ((comm.rank() + 1) % comm.world_size(), comm.rank() + comm.world_size() - 1);
     comm.send_recv(&[1f32; 100], next, &mut [0f32; 100], before % comm.world_size())?;
-    let buffer = comm.create_shared_buffer(10_000)?;
     comm.spawn(|comm| comm.barrier())?.wait()?;
-    comm.free_shared_buffer(buffer)?;
+    if comm.nodes().count() == 1 {
+        let buffer = comm.create_shared_buffer(10_000)?;
+        comm.free_shared_buffer(buffer)?;
+    }
     let half = comm.split(Some(comm.rank() as u64 % 2), 0)?.expect("a colour was given");
     half.barrier()?;
     let members = comm.exchange_objects(&first)?;
@@ -111,6 +120,91 @@ fn ranks_killed_while_they_shrink_are_left_behind() {
         }
         world.end(&[2, 3, 4]);
     }
+}
+
+/// Whether UCX is there, which carries what passes between nodes.
+fn has_ucx() -> bool {
+    let found = match Ucx::open(0, 1) {
+        Err(error @ EngineError::Library(_)) => Err(error),
+        opened => Ok(opened.unwrap()),
+    };
+    need(Need::Ucx, found).is_some()
+}
+
+/// A world of processes on these nodes of one machine, which meet over TCP.
+fn on_nodes(nodes: &[&str], role: &str) -> World {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let command = |rank: usize, program: &Path| {
+        let mut command = Command::new(program);
+        command
+            .env("ANTIPHON_NODE", nodes[rank])
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("ANTIPHON_PORT", port.to_string())
+            .env("ANTIPHON_SECRET", "of the test")
+            .env("UCX_TLS", "tcp");
+        command
+    };
+    World::start_by(command, nodes.len(), role, LONG)
+}
+
+/// Ranks at random, whole nodes, and always soon rank 0: the machine at which the ranks met is no better than others.
+#[test]
+fn ranks_of_several_nodes_are_left_behind() {
+    if !has_ucx() {
+        return;
+    }
+    let worlds: [(&[&str], &[usize]); 6] = [
+        (&["a", "b"], &[0]),
+        (&["a", "b", "c"], &[0, 2]),
+        (&["a", "a", "b", "b"], &[0, 1]),
+        (&["a", "b", "b", "a"], &[2, 0]),
+        (&["a", "b", "b", "b"], &[0]),
+        (&["a", "a", "b", "b", "a", "b", "c", "c"], &[1, 6, 7, 0]),
+    ];
+    for (seed, (nodes, victims)) in (0..rounds().max(6)).zip(worlds.into_iter().cycle()) {
+        let left: Vec<usize> = (0..nodes.len()).filter(|rank| !victims.contains(rank)).collect();
+        let world = on_nodes(nodes, &format!("works,{},0", left.len()));
+        thread::sleep(Duration::from_micros(u64::from(random(seed) & 0x7FFF)));
+        let mut killed = Instant::now();
+        for &victim in victims {
+            killed = world.signal(victim, Signal::KILL);
+            thread::sleep(Duration::from_micros(u64::from(random(seed + victim as u32) & 0xFFF)));
+        }
+        for &rank in &left {
+            let (heard, said) = world.hear(rank);
+            assert_eq!(said, format!("{left:?}"), "rank {rank} of {nodes:?}, seed {seed}");
+            let took = heard - killed;
+            assert!(took < Duration::from_secs(3), "rank {rank} of {nodes:?} went on after {took:?}");
+        }
+        world.end(victims);
+    }
+}
+
+#[test]
+fn each_side_of_a_cut_link_goes_on() {
+    let Some(machines) = has_ucx().then(Machines::make).flatten() else { return };
+    let command = |rank: usize, program: &Path| {
+        let machine = usize::from(rank > 0);
+        let mut command = machines.command(machine, program);
+        command
+            .env("LOCAL_WORLD_SIZE", (machine + 1).to_string())
+            .env("GROUP_RANK", machine.to_string())
+            .env("MASTER_ADDR", Machines::address(0).to_string())
+            .env("MASTER_PORT", "29500")
+            .env("ANTIPHON_SECRET", "of the test")
+            .env("ANTIPHON_LINK_TIMEOUT", "1.5")
+            .env("UCX_TLS", "tcp")
+            .env("UCX_NET_DEVICES", Machines::CABLE);
+        command
+    };
+    // The role is the same for all ranks, and the sides are of different sizes: a side is done that has lost a rank.
+    let world = World::start_by(command, 3, "is cut off,0,0", LONG);
+    thread::sleep(Duration::from_millis(50));
+    machines.cut();
+    for (rank, left) in ["[0]", "[1, 2]", "[1, 2]"].into_iter().enumerate() {
+        assert_eq!(world.hear(rank).1, left, "rank {rank}");
+    }
+    world.end(&[]);
 }
 
 #[test]

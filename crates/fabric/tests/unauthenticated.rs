@@ -116,7 +116,13 @@ fn invalid_frames_end_the_connection() {
         ("deep JSON", [&frame_header(deep.len() as u32)[..], deep.as_bytes()].concat()),
         (
             "rank 0's part",
-            Frame::Welcome { cards: vec![card(0); 3], handles: vec![], proof: String::new() }.encode(),
+            Frame::Welcome {
+                cards: vec![card(0); 3],
+                handles: vec![],
+                random: String::new(),
+                proof: String::new(),
+            }
+            .encode(),
         ),
         ("a join without the secret", join_request()),
         ("two joins", join_request().repeat(2)),
@@ -247,8 +253,12 @@ fn a_listener_without_the_secret_is_refused() {
     let peer = |mut stream: UnixStream| stream.write_all(&join_request()).unwrap();
     assert_false_root(deceived(HASTY, peer), "asks to join");
 
-    let welcome =
-        || Frame::Welcome { cards: (0..3).map(card).collect(), handles: vec![], proof: "00".repeat(32) };
+    let welcome = || Frame::Welcome {
+        cards: (0..3).map(card).collect(),
+        handles: vec![],
+        random: "00".into(),
+        proof: "00".repeat(32),
+    };
     let eager = |stream: UnixStream| send_with_memory(&stream, &welcome());
     assert_false_root(deceived(HASTY, eager), "does not know the secret");
 
@@ -332,7 +342,7 @@ fn a_process_that_takes_the_address_is_named_by_all_ranks_long_before_the_deadli
 #[test]
 fn connections_of_another_user_get_no_answer() {
     let Some(()) = root() else { return };
-    // Of the calling thread only.
+    // The user of the calling thread alone changes.
     let become_nobody = || rustix::thread::set_thread_uid(rustix::fs::Uid::from_raw(65534)).unwrap();
     let ticket = Ticket::random();
     std::thread::scope(|scope| {

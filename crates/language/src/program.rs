@@ -231,8 +231,8 @@ impl Program {
         self.state.borrow_mut().end_pipeline()
     }
 
-    /// From now on, operations are said to come from this line and not from where they are called: for programs that are
-    /// written in another language.
+    /// Sets the line that later operations are said to come from, in place of the line that calls them. Programs that are
+    /// written in another language use this.
     pub fn set_origin(&self, file: &str, line: u32) {
         self.state.borrow_mut().tell_origin(file, line);
     }

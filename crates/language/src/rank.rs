@@ -44,7 +44,7 @@ impl<'p> Rank<'p> {
         Buffer { rank: self.rank, buffer, offset: 0, size }
     }
 
-    /// Sets aside so many more chunks of scratch.
+    /// Sets aside `size` further chunks of scratch.
     ///
     /// # Errors
     /// [`LanguageError::TooMany`] if there would be more than 2⁶⁴.

@@ -15,7 +15,7 @@ use common::{Tally, trial};
 /// Changes of one program.
 const CHANGES: usize = 20;
 
-/// Every `step`th program from a seed on, until there are so many changes. Says how many programs those were.
+/// Tries every `step`th program from the seed `first` on, until `wanted` changes have been made. Returns the number of programs, too.
 fn search(first: u64, step: u64, wanted: u64) -> (Tally, u64) {
     let (mut tally, mut programs) = (Tally::new(), 0);
     while (tally.changes() as u64) < wanted {

@@ -15,7 +15,7 @@ use std::fmt::Write as _;
 use antiphon_lowering::{Costs, Edits, Graph, Options, Realize, World, check, lower, second_opinion};
 use rustix::time::{ClockId, clock_gettime};
 
-/// Layers of a sum, a residual, a norm, and operations beside them, until there are so many operations.
+/// Layers of a sum, a residual, a norm, and operations beside them, until the program has `operations` operations.
 fn program(operations: usize, rows: usize, hidden: usize) -> String {
     let shape = format!("[{rows},{hidden}]");
     let mut text = format!(

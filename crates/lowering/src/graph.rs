@@ -240,7 +240,7 @@ impl Names {
     }
 }
 
-/// A text up to so many bytes.
+/// The longest beginning of a text that has at most `most` bytes and ends between two characters.
 fn shortened(text: &str, most: usize) -> &str {
     let is_end = |end: &usize| text.is_char_boundary(*end);
     &text[..(0..=most.min(text.len())).rev().find(is_end).unwrap_or(0)]

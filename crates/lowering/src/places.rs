@@ -75,7 +75,7 @@ impl Places {
         }
     }
 
-    /// So many places, one behind the other.
+    /// The places of `count` elements, one behind the other.
     pub(crate) fn all(count: &SymExpr) -> Self {
         let dims =
             if *count == one() { Vec::new() } else { vec![Dim { extent: count.clone(), stride: one() }] };
@@ -118,7 +118,7 @@ impl Places {
         Self { offset: zero(), ..self.clone() }
     }
 
-    /// Whether this is a sequence of so many elements as it is.
+    /// Whether these are all places of a sequence of `count` elements, in its order.
     pub(crate) fn is_all(&self, count: &SymExpr) -> bool {
         *self == Self::all(count)
     }

@@ -19,7 +19,7 @@ pub enum Element {
     Bool,
     /// FP8 codes of `antiphon_tensor::E4M3`, a byte each.
     E4m3,
-    /// Elements of so many bytes that nothing here computes with.
+    /// Elements of this number of bytes, which nothing here computes with.
     Opaque(u8),
 }
 

@@ -58,7 +58,7 @@ impl Tensor {
 
     fn view(&self) -> TensorView<'_> {
         let at = self.memory.pointer().0 as usize as *mut u8;
-        // SAFETY: the memory has so many elements, and lives as long as the view.
+        // SAFETY: the memory was allocated for the elements of `shape`, and lives as long as the view.
         unsafe { TensorView::from_raw_parts(at, self.dtype, &self.shape, None, self.device) }
             .expect("a tensor")
     }

@@ -1,6 +1,6 @@
 //! Times dispatch and combine between the GPUs of this machine: `cuda_moe [RANKS] [TOKENS] [SMS]...`, on rows of 7168 of bf16 and of
 //! codes of FP8 with their scales, of 256 experts of which each token chooses 8. The floor is what crosses the links at 365 GB/s to
-//! one peer, or 352 to more (docs/cuda.md). *Eager* is one call behind a flush of the L2 cache and an exchange that lines the GPUs
+//! one peer (benches/results/h200-x4/2026-11-21-limits.txt), or at 352 to more. *Eager* is one call behind a flush of the L2 cache and an exchange that lines the GPUs
 //! up; *graph* is a call of ten in a graph.
 
 use std::{error::Error as StdError, time::Instant};
@@ -71,7 +71,7 @@ impl Tensor {
 
     fn view(&self, device: Device) -> TensorView<'_> {
         let at = self.memory.pointer().0 as usize as *mut u8;
-        // SAFETY: the memory has so many elements, and lives as long as the view.
+        // SAFETY: the memory was allocated for the elements of `shape`, and lives as long as the view.
         unsafe { TensorView::from_raw_parts(at, self.dtype, &self.shape, None, device) }.expect("a matrix")
     }
 
@@ -231,7 +231,7 @@ fn rank_main(
                 },
             })
         })?;
-        // By a routing map, to rows by expert.
+        // The hybrid form takes a routing map and brings rows by expert.
         let order = |rows| HybridOrder::Experts {
             pad_multiple: 32,
             capacity: (rows > 0).then_some(HybridCapacity { rows, max_tokens: tokens }),

@@ -122,7 +122,8 @@ pub(crate) fn ranks(mut bits: u32) -> impl Iterator<Item = usize> {
     })
 }
 
-/// How many words [`Handle::to_words`] gives for so many ranks, experts of all of them, tokens of this rank, and rows.
+/// The number of words that [`Handle::to_words`] gives, for `world_size` ranks, `num_experts` experts of all ranks, `tokens` tokens of
+/// this rank, and `rows` received rows.
 pub fn handle_words(world_size: usize, num_experts: usize, tokens: usize, rows: usize) -> usize {
     HEAD_WORDS + world_size * (2 + world_size) + num_experts / world_size.max(1) + tokens + 2 * rows
 }

@@ -25,7 +25,7 @@ impl Pool {
         Arc::new(Self { free: UntilIdle::new(context, Mutex::default()), context: context.clone() })
     }
 
-    /// At least so many bytes.
+    /// Takes memory of at least `bytes` bytes.
     pub(crate) fn take(self: &Arc<Self>, bytes: usize) -> Result<Pooled, CudaError> {
         let size = bytes.max(4096).next_power_of_two();
         let found = {

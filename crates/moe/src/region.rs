@@ -37,7 +37,7 @@ impl Region {
         self.buffer.len() / 2 / ALIGNMENT * ALIGNMENT
     }
 
-    /// How many records of so many bytes a half has.
+    /// The number of records of `bytes` bytes that a half holds.
     ///
     /// # Errors
     /// [`MoeError::Region`] if it has none.
@@ -50,7 +50,7 @@ impl Region {
         Ok(half / record)
     }
 
-    /// Moves `length` records of so many bytes, as many at a time as `records` says, and at least meets.
+    /// Moves `length` records of `bytes` bytes, at most `records` at a time. If there are none, the ranks meet all the same.
     ///
     /// For each piece, `fill` writes records of the half, this rank's own or its peers', such that no two ranks write the
     /// same one; when all ranks have, `drain` reads them.
@@ -92,7 +92,7 @@ pub(crate) struct Half<'a> {
 impl Half<'_> {
     fn at(&self, rank: usize, index: usize) -> *mut u8 {
         assert!(index < self.records, "record {index} of {}", self.records);
-        // SAFETY: so many records lie in the half, which lies in the buffer.
+        // SAFETY: `self.records` records lie in the half, which lies in the buffer.
         unsafe { self.buffer.as_mut_ptr(rank).add(self.offset + index * self.record) }
     }
 
@@ -101,7 +101,7 @@ impl Half<'_> {
     /// # Safety
     /// No rank writes it while the slice lives: it is read while its piece is drained.
     pub(crate) unsafe fn get(&self, rank: usize, index: usize) -> &[u8] {
-        // SAFETY: a record has so many bytes, which are mapped as long as the buffer; the caller answers for the writers.
+        // SAFETY: a record has `self.record` bytes, which are mapped as long as the buffer; the caller answers for the writers.
         unsafe { std::slice::from_raw_parts(self.at(rank, index), self.record) }
     }
 

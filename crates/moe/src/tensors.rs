@@ -4,7 +4,7 @@ use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 use crate::error::{MoeError, Result, refused};
 
-/// Rows are whole vectors of so many bytes.
+/// The bytes of a vector. A row is a whole number of vectors.
 pub(crate) const VECTOR: usize = 16;
 
 /// Which tensor of which call.

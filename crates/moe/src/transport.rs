@@ -48,7 +48,7 @@ impl Announcement<'_> {
         let len = words.len() * 4;
         // SAFETY: every rank posts as many words, which depend on the experts that the signature names.
         let mut rounds = unsafe { comm.rounds()? };
-        // SAFETY: the outbox has room for so many bytes.
+        // SAFETY: the outbox has room for `len` bytes.
         unsafe { rounds.outbox(len).copy_from_nonoverlapping(words.as_ptr().cast(), len) };
         rounds.exchange(&self.signature, Written::all(len))?;
         // SAFETY: every rank has posted as many words.
@@ -87,7 +87,7 @@ pub(crate) fn word(bytes: &[u8]) -> u32 {
     u32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
 }
 
-/// The row of so many bytes.
+/// The row `index` of a matrix whose rows have `bytes` bytes.
 pub(crate) fn row(matrix: &[u8], bytes: usize, index: usize) -> &[u8] {
     &matrix[index * bytes..][..bytes]
 }

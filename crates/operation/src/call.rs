@@ -100,13 +100,13 @@ impl<'a> Call<'a> {
         Self { root, ..self }
     }
 
-    /// With parts of so many elements.
+    /// Sets the number of elements of each part.
     #[inline]
     pub fn with_counts(self, counts: impl Into<Cow<'a, [usize]>>) -> Self {
         Self { counts: counts.into(), ..self }
     }
 
-    /// With parts of so many elements in the output.
+    /// Sets the number of elements of each part in the output.
     #[inline]
     pub fn with_receives(self, receives: impl Into<Cow<'a, [usize]>>) -> Self {
         Self { receives: receives.into(), ..self }
@@ -146,8 +146,8 @@ impl<'a> Call<'a> {
         [row.input, row.output].contains(&Extent::Parts)
     }
 
-    /// Checks the call on one rank, whose tensors have so many elements. A tensor that the rank need not pass may be absent, and
-    /// is not looked at.
+    /// Checks the call on one rank, given the number of elements of the rank's tensors. A tensor that the rank need not pass may be
+    /// absent, and is not looked at.
     ///
     /// Gives what all ranks must agree on: the elements of a block, or of all parts together. Where each rank knows its own parts
     /// alone there is no such number: 0.
@@ -294,7 +294,7 @@ impl<'a> Call<'a> {
         Ok([&[rows], input.get(1..).unwrap_or_default()].concat())
     }
 
-    /// The same call with counts of elements, where these are of rows of so many elements.
+    /// Converts counts of rows, which have `elements` elements each, into counts of elements, and leaves the rest of the call.
     pub fn in_rows_of(self, elements: usize) -> Call<'static> {
         let scaled = |rows: Cow<'_, [usize]>| -> Cow<'static, [usize]> {
             rows.iter().map(|rows| rows.saturating_mul(elements)).collect()

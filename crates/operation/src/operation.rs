@@ -54,6 +54,7 @@ operations! {
             (2, "two-shot"),
             (3, "one-shot, registered"),
             (4, "two-shot, registered"),
+            (0x42, "two-shot, hierarchical"), // on several nodes
         ],
         detail: Detail::Digest("place"), // where in registered memory
         ..ALL_REDUCE
@@ -71,7 +72,7 @@ operations! {
         in_place: InPlace::OutputBlock,
         reduces: true,
         bus_factor: BusFactor::Others,
-        algorithms: &[(1, "coalesced")],
+        algorithms: &[(1, "coalesced"), (0x40, "hierarchical")],
         detail: Detail::Digest("counts"),
         ..Row::on_tensors("reduce_scatter", Extent::Row, Extent::Block)
     },
@@ -92,6 +93,7 @@ operations! {
         in_place: InPlace::Same,
         reduces: true,
         bus_factor: BusFactor::Once,
+        algorithms: &[(0x40, "hierarchical")],
         ..Row::on_tensors("reduce", Extent::Block, Extent::Block).with_root(Root::Gets)
     },
     /// The root gets all ranks' blocks.
@@ -119,6 +121,8 @@ operations! {
             (0x10, "rounded"),
             (0x11, "one-shot, rounded"),
             (0x12, "two-shot, rounded"),
+            (0x42, "two-shot, hierarchical"),
+            (0x52, "two-shot, rounded, hierarchical"),
         ],
         detail: Detail::Number("rows of"),
         ..ALL_REDUCE
@@ -146,6 +150,7 @@ operations! {
         in_place: InPlace::OutputBlock,
         reduces: true,
         bus_factor: BusFactor::Others,
+        algorithms: &[(0x40, "hierarchical")],
         detail: Detail::Digest("counts"),
         ..Row::on_tensors("reduce_scatter_v", Extent::Parts, Extent::Part)
     },
@@ -176,7 +181,7 @@ operations! {
         in_place: InPlace::OutputBlock,
         ..Row::mixed("reduce_scatter_all_reduce")
     },
-    /// Rank `r` gets the tokens that chose one of its experts, in slots of each expert: at most so many tokens of each rank.
+    /// Rank `r` gets the tokens that chose one of its experts, in slots of each expert. The number of tokens of each rank has a bound.
     LowLatencyDispatch = 23: Row {
         algorithms: &[(1, "bf16"), (2, "fp8"), (3, "fp8, powers of two"), (4, "fp8, packed scales")],
         count: Count::BoundedRows,

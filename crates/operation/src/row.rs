@@ -131,7 +131,7 @@ pub enum BusFactor {
 }
 
 impl BusFactor {
-    /// The factor among so many ranks.
+    /// The factor among `world_size` ranks.
     pub fn among(self, world_size: usize) -> Option<f64> {
         let others = world_size.saturating_sub(1) as f64 / world_size.max(1) as f64;
         match self {
@@ -148,14 +148,14 @@ impl BusFactor {
 pub enum Count {
     /// There is none, nor anything else to agree on.
     Nothing,
-    /// So many elements; bytes, where there is no dtype.
+    /// A number of elements, or of bytes where there is no dtype.
     Size,
     /// A place in shared memory, in bytes.
     Offset,
-    /// Any number of rows of so many elements (the lower 32 bits), as an earlier call of a given number (the upper 32 bits;
-    /// 0 stands for none) routed them.
+    /// The elements of a row (the lower 32 bits) and the number of the earlier call that routed the rows (the upper 32 bits; 0 stands for
+    /// none). The number of rows is free.
     Rows,
-    /// At most so many rows (the upper 32 bits) of each rank, of so many elements (the lower 32 bits).
+    /// The most rows of a rank (the upper 32 bits) and the elements of a row (the lower 32 bits).
     BoundedRows,
 }
 

@@ -98,7 +98,7 @@ fn a_signal_goes_and_comes_as_fast_as_measured() {
 }
 
 /// Hand-written kernels that do what the plan does, on 4 × H200, bf16, in µs: ours (data and flag in one store, of which
-/// packets come closest while messages are small), and torch's with its 24 thread blocks. docs/simulator.md has the table.
+/// packets come closest while messages are small), and torch's with its 24 thread blocks. docs/guide/simulator.md has the table.
 #[test]
 fn all_reduces_are_about_as_fast_as_hand_written_ones() {
     let (packets, one_shot, two_shot) =
@@ -278,7 +278,7 @@ fn a_switch_reduces_and_replicates_where_the_cluster_has_multicast() {
         [of("out"), of("in")]
     };
     let part = bytes / u64::from(ranks);
-    // By loads and stores three parts leave for others' sums and three copies of the own sum; and as many come.
+    // With loads and stores, three parts leave for the others' sums, and three copies of the own sum; as many come.
     assert_eq!(carried("h200x4"), [6 * part, 6 * part]);
     // In the switch the others' sums take three parts out, and the own sum leaves once; the same way back.
     assert_eq!(carried(r#"{"base": "h200x4", "link": {"multicast": true}}"#), [4 * part, 4 * part]);
@@ -331,7 +331,7 @@ fn over_many_nodes_each_card_sends_as_much() {
     assert!(few < many && many < 1.5 * bound, "{few} ns on 2 nodes, {many} on {most}, at least {bound}");
 }
 
-/// Rank 0 with so many thread blocks, each of which copies so often.
+/// Rank 0 with `blocks` thread blocks, each of which copies `each` times.
 fn copies(blocks: usize, each: usize) -> Plan {
     let mut builder = PlanBuilder::new("custom", 1, [1, 1, 1]);
     for block in 0..blocks {

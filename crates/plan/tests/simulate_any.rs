@@ -19,7 +19,7 @@ struct Step {
     index: u64,
     size: u64,
     share: Option<(u32, u32)>,
-    /// In a pipeline of this unit and so many chunks.
+    /// The unit and the number of chunks of the pipeline that the step is in, if it is in one.
     turns: Option<(u64, u64)>,
 }
 

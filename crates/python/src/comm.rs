@@ -27,7 +27,7 @@ pub(crate) fn strided_memory<'py>(
     // SAFETY: the caller answers for the memory, as the stub says: an address is all that Python has.
     let exported =
         unsafe { dlpack::strided_memory(ptr, segment_size, segment_stride, num_segments, element, device) }?;
-    // Of the kind that every version of PyTorch takes.
+    // Every version of PyTorch takes an unversioned capsule.
     crate::operand::capsule(py, exported, false)
 }
 

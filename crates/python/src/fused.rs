@@ -10,7 +10,7 @@ pub(crate) type Fused = FusedAllReduce<Tensor>;
 
 impl TensorHandle for Tensor {
     unsafe fn operand<'a>(&self) -> Operand<'a> {
-        // SAFETY: passed on; an array holds so many elements, one behind the other.
+        // SAFETY: passed on; the array holds `count` elements, one behind the other.
         unsafe { Operand::from_raw_parts(self.data, self.count, self.dtype, self.device) }
     }
 }

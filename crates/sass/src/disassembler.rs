@@ -145,7 +145,7 @@ impl Disassembler {
     fn list(&self, architecture: u32, code: &[u8]) -> Result<Vec<String>, SassError> {
         let file = tempfile::NamedTempFile::new()?;
         fs::write(file.path(), code)?;
-        // From Hopper on kernels are compiled with what only this very architecture has.
+        // Kernels for Hopper and newer GPUs are compiled with the features that only this very architecture has.
         let specific = if architecture >= 90 { "a" } else { "" };
         let output = Command::new(&self.path)
             .args(["-ndf", "--binary", &format!("SM{architecture}{specific}")])

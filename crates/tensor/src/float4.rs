@@ -28,7 +28,7 @@ const E2M1_FORMAT: Format =
 #[repr(transparent)]
 pub struct E2M1(u8);
 
-// Of a byte given to `from_bits` the upper four bits are dropped.
+// `from_bits` drops the upper four bits of a byte.
 small_float_methods!(E2M1, E2M1_FORMAT, 0x0F);
 
 impl E2M1 {

@@ -222,7 +222,7 @@ proptest! {
             prop_assert_eq!(code, e2m1.encode((x[at] * factor).into()));
             let value = (e2m1.decode(code) * f64::from(sf)) as f32 / scale;
             prop_assert!(values[at] == value || value.is_nan() && scale == 0.0, "{} is not {}", values[at], value);
-            // From the smallest normal scale to the largest, only 1/16 of ±6 is lost to saturation.
+            // For scales between the smallest normal one and the largest, only 1/16 of ±6 is lost to saturation.
             if (1.0 / 64.0..448.0).contains(&sf.abs()) {
                 prop_assert!(is_near(&e2m1, code, f64::from(sf) / f64::from(scale), values[at], x[at]));
             }

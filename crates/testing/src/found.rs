@@ -20,7 +20,7 @@ use crate::{Need, need};
 const NO_DEVICE: u32 = 100;
 const STUB_LIBRARY: u32 = 34;
 
-/// The GPUs' driver, if there are so many GPUs.
+/// The GPUs' driver, if there are at least `needed` GPUs.
 ///
 /// # Panics
 /// If the driver is there and does not work: no test may pass because a machine is broken.

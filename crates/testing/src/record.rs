@@ -12,7 +12,7 @@ use std::{
 /// What a test needs of a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Need {
-    /// So many GPUs.
+    /// At least this number of GPUs.
     Gpus(usize),
     /// Two GPUs that reach each other's memory.
     Link,

@@ -56,7 +56,7 @@ pub struct Taken {
 }
 
 impl Taken {
-    /// So many allocations and, in builds that count them, so many locks.
+    /// `allocations` allocations and, in builds that count locks, `locks` locks.
     pub fn new(allocations: u64, locks: u64) -> Self {
         Self { allocations, locks: locks_taken().map(|_| locks) }
     }

@@ -11,7 +11,7 @@ __all__ = ["AllReduceFusionWorkspace"]
 
 
 class AllReduceFusionWorkspace(ABC):
-    """A workspace of one rank of so many."""
+    """The workspace of one rank of a group of ``world_size`` ranks."""
 
     def __init__(self, world_size: int, rank: int) -> None:
         self.world_size, self.rank = world_size, rank

@@ -35,9 +35,9 @@ def build(
     min_message_size: int = 0,
     max_message_size: int = 2**64 - 1,
 ) -> str:
-    """The plan of an algorithm for so many ranks, as text (JSON).
+    """The plan of an algorithm for a number of ranks, as text (JSON).
 
-    Hierarchical algorithms take them to be on so many ``nodes``, numbered node by node, with as many on each. In place,
+    Hierarchical algorithms divide the ranks evenly into ``nodes`` nodes, numbered node by node. In place,
     input and output share memory. Reductions reduce by ``reduce_op``. A pipeline's turn has ``unit_size`` bytes. The rest
     is as for :class:`~antiphon.language.CollectiveProgram`.
 

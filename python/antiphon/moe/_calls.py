@@ -467,7 +467,7 @@ def _handle(core: MoeHandle, is_token_in_rank: Tensor, world_size: int) -> Handl
 
 
 def _rows(count: int, x: Tensor, scales: Tensor | None, ids: Tensor | None, weights: Tensor | None) -> Received:
-    """New tensors for so many rows."""
+    """Makes new tensors for ``count`` rows."""
 
     def empty(like: Tensor | None) -> Tensor | None:
         return None if like is None else like.detach().new_empty(count, *like.shape[1:])

@@ -221,7 +221,7 @@ class _Rows(NamedTuple):
 
 
 def _rows(count: int, local: int, x: Tensor, probs: Tensor | None, scales: Tensor | None) -> _Rows:
-    """New tensors for so many rows. By token they have probs of ``local`` experts, else one of their own."""
+    """Makes new tensors for ``count`` rows. Rows by token have probs of ``local`` experts; rows by expert have one prob."""
     x = x.detach()
     return _Rows(
         x.new_empty(count, x.shape[1]),

@@ -88,8 +88,8 @@ class ExpertParallel:
         int32 ``[T, K]``, whatever is not in ``0..num_experts`` (−1, say) choosing nothing; ``weights`` float32 ``[T, K]``.
         ``scales`` of codes, float32 ``[T, H / 128]`` or int32 ``[T, H / 512]``, go along as they are.
 
-        Without a ``capacity`` as many rows come as were sent. With one, ``x`` has so many rows, of which those that did not
-        arrive hold anything and have ids −1; rows beyond it are dropped, ``handle.overflow_flag`` says so, and :meth:`combine`
+        Without a ``capacity`` as many rows come as were sent. With one, ``x`` has ``capacity`` rows. Rows to which no token came
+        hold anything and have ids −1. Rows beyond the capacity are dropped, ``handle.overflow_flag`` says so, and :meth:`combine`
         treats them as absent. On GPUs such a dispatch waits for nothing, and may be captured in a CUDA graph; one without waits for
         the counts of all ranks.
 
@@ -145,9 +145,9 @@ class ExpertParallel:
         ``x`` and ``scales`` are those of :meth:`dispatch`; ``routing_map``, bool ``[T, E]``, says which experts a token chooses,
         with ``probs``, float32 ``[T, E]``. The rows of each expert are padded to a multiple of ``pad_multiple``.
 
-        Without a ``capacity`` as many rows come as were sent. With one, there are so many; what belongs to later ones is dropped,
-        ``handle.overflow_flag`` says so, and :meth:`combine_by_expert` treats it as absent. ``max_tokens``, equal on all ranks, is
-        then the most tokens that any has (by default, that all have as many as this one).
+        Without a ``capacity`` as many rows come as were sent. With one, there are ``capacity`` rows. What belongs to later rows is
+        dropped, ``handle.overflow_flag`` says so, and :meth:`combine_by_expert` treats it as absent. ``max_tokens``, equal on all ranks, is
+        then the most tokens that any rank has (by default, all ranks have as many tokens as this one).
 
         Gradients flow to ``x`` and ``probs``.
         """

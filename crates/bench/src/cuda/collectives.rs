@@ -86,7 +86,7 @@ impl Library<'_> {
         Ok(done?)
     }
 
-    /// From rank 0 to rank 1 and back; the others watch.
+    /// Rank 0 sends to rank 1, which sends back; the other ranks do nothing.
     ///
     /// # Safety
     /// As [`call`](Self::call).

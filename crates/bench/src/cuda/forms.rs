@@ -28,7 +28,7 @@ const MOST_TOKENS: usize = 128;
 /// Rows of an expert are a multiple of this in the hybrid form, as grouped products want it.
 const PAD_MULTIPLE: usize = 32;
 
-/// The contender of an operation, for so many tokens of each rank; `None` for other operations and for too many tokens. NCCL has
+/// The contender of an operation, for at most `shape[0]` tokens of each rank; `None` for other operations and for too many tokens. NCCL has
 /// no such call.
 pub(super) fn contenders<'a>(
     rank: &'a Rank<'a>,

@@ -10,8 +10,8 @@ extern "C" __global__ void delay(u64 ns) {
     }
 }
 
-// c = a · b, for matrices of so many rows and columns: a product that keeps the GPU busy beside what is measured. A block has a
-// tile of 64 × 64, a thread 4 × 4 of it.
+// c = a · b, where a is SIDE × DEPTH and b is DEPTH × SIDE: a product that keeps the GPU busy beside what is measured. A block
+// computes a tile of 64 × 64, and a thread 4 × 4 of it.
 constexpr u32 SIDE = 2048, DEPTH = 256, TILE = 64, STEP = 16;
 extern "C" __global__ void __launch_bounds__(256) gemm(const float* a, const float* b, float* c) {
     __shared__ float left[STEP][TILE], right[STEP][TILE];
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(256) gemm(const float* a, const flo
 }
 
 // What a program without fused calls does behind its all-reduce: adds the residual to each row of the sum, stores it, and stores
-// its RMS norm, or that as E4M3. A block for each row; a thread has so many vectors of it, in registers.
+// its RMS norm, or that as E4M3. Each row has a block, whose threads keep VECTORS vectors of the row each, in registers.
 constexpr u32 HIDDEN = 7168, NORM_THREADS = 448, VECTORS = HIDDEN / 8 / NORM_THREADS;
 template <bool IS_FP8> DEVICE void add_norm_row(const bf16* sum, bf16* residual, const bf16* weight, float eps, u8* out) {
     __shared__ float squares_of_warps[NORM_THREADS / 32];
@@ -82,14 +82,15 @@ add_norm(const bf16* sum, bf16* residual, const bf16* weight, float eps, u8* out
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
 add_norm_fp8(const bf16* sum, bf16* residual, const bf16* weight, float eps, u8* out) { add_norm_row<true>(sum, residual, weight, eps, out); }
 
-// For an all-to-all of a mixture of experts: to[i] = from[order[i]], rows of so many vectors of 16 bytes.
+// For an all-to-all of a mixture of experts: to[i] = from[order[i]], where a row is `vectors` vectors of 16 bytes.
 extern "C" __global__ void gather_rows(const uint4* from, const i32* order, uint4* to, u64 rows, u64 vectors) {
     const u64 step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < rows * vectors; i += step)
         to[i] = from[order[i / vectors] * vectors + i % vectors];
 }
 
-// Behind an all-to-all: of each token the sum, in float, of the rows whose numbers `places` has, of so many ranks; −1 is none.
+// Behind an all-to-all: sums each token's rows in float. A token has a row from each of `ranks` ranks, whose number is in `places`; −1
+// stands for no row.
 template <class T>
 DEVICE void sum_rows(const u8* rows, const i32* places, u8* to, u64 tokens, u64 vectors, u64 ranks) {
     const u64 step = (u64)gridDim.x * blockDim.x;

@@ -94,7 +94,7 @@ impl Call {
         }
     }
 
-    /// Its contenders for so many rows; `None` for too many.
+    /// Its contenders for `rows` rows; `None` for too many.
     fn contenders<'a>(self, families: &'a Families<'a>, rows: usize) -> Result<Option<Contenders<'a>>> {
         let rank = families.rank;
         let case = |collective| {

@@ -29,7 +29,7 @@ impl Tensor {
     pub(super) fn zeros(context: &Context, stream: &Stream, dtype: DType, shape: &[usize]) -> Result<Self> {
         let bytes = shape.iter().product::<usize>() * dtype.size();
         let memory = DeviceMemory::allocate(context, bytes.max(16))?;
-        // SAFETY: the memory has so many bytes, and the stream is waited for.
+        // SAFETY: the memory was allocated with as many bytes, and the stream is waited for.
         unsafe { memory::fill(stream.borrow(), memory.pointer(), 0, memory.len()) }?;
         stream.borrow().synchronize()?;
         Ok(Self { memory, dtype, shape: shape.to_vec(), device: Device::Cuda(context.device().ordinal()) })

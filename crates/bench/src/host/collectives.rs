@@ -39,7 +39,7 @@ pub(super) fn contender<T: Element>(
     Plain::new(comm, case, symmetric, name.to_owned(), call)
 }
 
-/// From rank 0 to rank 1 and back; the others watch.
+/// Rank 0 sends to rank 1, which sends back; the other ranks do nothing.
 fn ping_pong<T: Element>(comm: &Communicator, input: &[T], output: &mut [T]) -> Result<()> {
     match comm.rank() {
         0 => {

@@ -102,7 +102,7 @@ impl End {
         unsafe { self.engine.send(self.peer, &self.message, &raw const *self.payload, &self.flight) }
     }
 
-    /// Waits for so many messages more.
+    /// Waits until `messages` further messages have arrived.
     fn wait(&mut self, messages: u64) -> Result<(), FabricError> {
         self.awaited += messages;
         self.until(|end| end.memory.arrived.load(Ordering::Acquire) >= end.awaited)

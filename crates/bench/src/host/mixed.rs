@@ -98,7 +98,7 @@ impl Mixed {
         matches!(self.op, MixedOp::AllGather | MixedOp::AllReduceAllGather)
     }
 
-    /// Elements of a group's block, where the larger buffer has so many.
+    /// The elements of a group's block, if the larger buffer has `whole` elements.
     pub(crate) fn block(self, whole: usize) -> usize {
         if self.op == MixedOp::AllReduce { whole } else { (whole / self.shape.dp).max(1) }
     }

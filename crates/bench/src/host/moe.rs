@@ -17,7 +17,7 @@ pub(crate) const ABOUT_COMBINE: &str = "What those ranks made of tokens, back an
 
 /// Bytes of a row, at most: 7168 elements of 16 bits.
 const ROW_BYTES: usize = 14_336;
-/// Rows are whole vectors of so many bytes.
+/// The bytes of a vector. A row is a whole number of vectors.
 const VECTOR: usize = 16;
 pub(crate) const LOCAL_EXPERTS: usize = 8;
 pub(crate) const TOP_K: usize = 2;

@@ -27,7 +27,7 @@ pub struct Ran {
     pub wrong: Option<u64>,
 }
 
-/// Verifies and times a plan on a rank, whose larger tensor has so many bytes of a dtype.
+/// Verifies and times a plan on a rank, whose larger tensor has `bytes` bytes of a dtype.
 ///
 /// # Errors
 /// [`BenchError::Chunks`]; [`BenchError::Executor`].

@@ -88,7 +88,7 @@ pub struct Args {
     #[arg(long, value_enum)]
     algorithm: Option<AlgorithmChoice>,
 
-    /// On cuda, all-gather and reduce-scatter: so many tensors in one call, which share the bytes
+    /// On cuda, all-gather and reduce-scatter: the number of tensors in one call, which share the bytes
     #[arg(long, value_name = "COUNT", default_value = "1")]
     tensors: NonZeroUsize,
 

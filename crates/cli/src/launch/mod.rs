@@ -201,7 +201,7 @@ impl Launch {
             // A supervisor that failed leaves ranks behind: end them, or the pump would wait for their output.
             let mut outcome = supervised.map(|()| supervisor.outcome());
             drop(supervisor);
-            // From here on a signal ends the launcher, even while a reader that reads no more blocks the pump.
+            // Without the subscription a signal ends the launcher, even while the pump is blocked by a reader that has stopped reading.
             drop(subscription);
             drop(running);
             match pump.join() {

@@ -37,7 +37,7 @@ impl Drop for Subscription {
     }
 }
 
-/// From now on every forwarded signal, and SIGCHLD, arrives in the receiver.
+/// Directs every forwarded signal, and SIGCHLD, to the returned receiver.
 pub(super) fn subscribe() -> io::Result<(Receiver<c_int>, Subscription)> {
     let mut hub = hub();
     if !hub.started {

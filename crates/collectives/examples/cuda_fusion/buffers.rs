@@ -9,7 +9,7 @@ use crate::timing::Error;
 /// Experts of a token; here all of them are on this rank, which has most to add up.
 pub const EXPERTS: usize = 8;
 
-/// Memory for up to so many tokens.
+/// The tensors of a fused call, allocated once for the largest number of tokens.
 pub struct Buffers {
     context: Context,
     hidden: usize,

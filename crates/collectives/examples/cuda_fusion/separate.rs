@@ -50,7 +50,7 @@ impl Separate {
     }
 
     /// # Safety
-    /// All memory is there for so many tokens, until the stream has passed.
+    /// The tensors of `rows` live until the stream has passed the launch.
     pub unsafe fn launch(
         &self,
         fp8: bool,

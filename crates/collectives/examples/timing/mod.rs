@@ -9,7 +9,7 @@ pub type Error = Box<dyn std::error::Error + Send + Sync>;
 
 pub const REPLAYS: usize = 9;
 
-/// Times graphs of so many calls each. All ranks do it together.
+/// Times graphs of `calls` calls each. All ranks do it together.
 pub fn time(
     comm: &Communicator,
     collectives: &CudaCollectives,

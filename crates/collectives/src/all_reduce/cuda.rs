@@ -44,7 +44,7 @@ impl Family for Reducing {
     }
 }
 
-/// From how many bytes on a thread of one-shot has more than one vector, between two ranks, on 132 multiprocessors.
+/// The number of bytes from which on a thread of one-shot has more than one vector, between two ranks, on 132 multiprocessors.
 const PAIRS_FROM: usize = 528 << 10;
 
 /// Carries out an all-reduce through the memory for staging.

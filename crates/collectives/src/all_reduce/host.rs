@@ -6,7 +6,7 @@ use antiphon_fabric::{ArenaOffsets, FabricError, Rounds, Signature, Written};
 
 use crate::{
     arguments::{Input, Output},
-    chunked::{chunk_for, copy, exchange_chunks},
+    chunked::{BETWEEN_NODES, chunk_for, copy, exchange_chunks},
 };
 
 /// Reduces the contributions of all ranks.
@@ -16,6 +16,21 @@ pub(crate) trait Reduce {
     /// # Safety
     /// As [`Reducer::run`](antiphon_device::host::reduce::Reducer::run).
     unsafe fn run(&self, destination: *mut u8, sources: &[*const u8], count: usize);
+
+    /// The size in bytes of an element's sum over one node, which travels to other nodes.
+    fn sum_size(&self) -> usize;
+
+    /// Adds up the contributions of one node's ranks, in their order.
+    ///
+    /// # Safety
+    /// As [`Reducer::accumulate`](antiphon_device::host::reduce::Reducer::accumulate).
+    unsafe fn accumulate(&self, sums: *mut u8, sources: &[*const u8], count: usize);
+
+    /// Reduces the sums of all nodes, in their order. Both halves give the bits of [`run`](Self::run).
+    ///
+    /// # Safety
+    /// As [`Reducer::conclude`](antiphon_device::host::reduce::Reducer::conclude).
+    unsafe fn conclude(&self, destination: *mut u8, sums: &[*const u8], count: usize);
 }
 
 /// Bytes of one piece of a one-shot: a rank's two mailboxes and its part of input and output stay in L2.
@@ -32,11 +47,12 @@ pub(super) fn one_shot(
     mut arrived: impl FnMut(usize),
 ) -> Result<(), FabricError> {
     let size = input.dtype.size();
+    let chunk = chunk_for(1, if rounds.nodes().is_some() { BETWEEN_NODES } else { ONE_SHOT_PIECE });
     exchange_chunks(
         rounds,
         signature,
         input.count * size,
-        chunk_for(1, ONE_SHOT_PIECE),
+        chunk,
         1,
         |part, outbox| {
             // SAFETY: the part lies within the input, and the outbox has room for it.
@@ -67,7 +83,7 @@ impl Piece {
     }
 }
 
-/// From this size in bytes on, a round first finds out whether all tensors are symmetric memory.
+/// The size in bytes from which on a round first finds out whether all tensors are symmetric memory.
 const WORTH_ASKING: usize = 32 << 10;
 /// Bytes that are reduced before the result is sent: they stay in L1.
 const SYMMETRIC_PIECE: usize = 8 << 10;

@@ -13,7 +13,8 @@
 //!   an error, slower ranks may still access such tensors: do not use them until all ranks have left or synchronised again.)
 //!
 //! Where ranks are on several nodes, both read what remote ranks post in its mirrors in their node's memory, and add up in the order of
-//! the nodes: the ranks of each node first, then the nodes' sums, rounded once.
+//! the nodes: the ranks of each node first, then the nodes' sums, rounded once. A two-shot can go [by nodes](crate::hierarchical) instead:
+//! then the nodes exchange only their sums and the results.
 //!
 //! On GPUs ([`CudaCollectives`](crate::cuda::CudaCollectives)) both store into the peers' memory through NVLink. The data itself
 //! shows whether it has arrived, so there are one or two hops and no flags.
@@ -39,6 +40,7 @@ use crate::{
     AlgorithmTable,
     arguments::{CheckedCall, Input, Output},
     error::{CollectiveError, Result},
+    hierarchical::{self, HIERARCHICAL, Kind, Work},
 };
 
 /// How an all-reduce is carried out, on the host and on GPUs. The result has the same bits in every case.
@@ -150,8 +152,8 @@ impl From<Option<Algorithm>> for AllReduceOptions {
     }
 }
 
-/// The algorithm that [`all_reduce`](crate::Collectives::all_reduce) takes for so many bytes, on every rank alike. All
-/// ranks call it together.
+/// The algorithm that [`all_reduce`](crate::Collectives::all_reduce) takes for a tensor of `bytes` bytes, which is the same on every
+/// rank. All ranks call this function together.
 ///
 /// # Errors
 /// As an object exchange, at the first question: the ranks then compare the tables in their caches, and
@@ -191,10 +193,21 @@ pub(crate) fn carry_out(
     reducer: &impl Reduce,
     arrived: impl FnMut(usize),
 ) -> Result<()> {
-    let algorithm = match algorithm {
-        Some(given) => given,
-        None => choice::choose(comm, &signature(0), input.count * input.dtype.size())?,
+    let (bytes, size) = (input.count * input.dtype.size(), input.dtype.size());
+    let (algorithm, form) = match algorithm {
+        Some(given) => (given, None),
+        None => choice::choose(comm, &signature(0), bytes)?,
     };
+    if algorithm == Algorithm::TwoShot
+        && let Some(nodes) = hierarchical::form(comm, Kind::AllReduce, form, size, || reducer.sum_size())?
+    {
+        let signature = &signature(algorithm as u8 | HIERARCHICAL);
+        let (elements, input, output) = (input.count, input.data, output.data);
+        let work = Work { kind: Kind::AllReduce, nodes, signature, reducer, size, elements, input, output };
+        // SAFETY: as below.
+        let mut rounds = unsafe { comm.rounds()? };
+        return Ok(work.run(&mut rounds, |_| 0..0, arrived)?);
+    }
     let signature = signature(algorithm as u8);
     // SAFETY: every rank runs the algorithm that the signature names, which posts the same layouts everywhere.
     let mut rounds = unsafe { comm.rounds()? };

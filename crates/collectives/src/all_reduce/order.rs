@@ -50,4 +50,19 @@ impl Reduce for InOrder {
         // SAFETY: passed on.
         unsafe { self.run_from(0, destination, sources, count) }
     }
+
+    fn sum_size(&self) -> usize {
+        self.reducer.accumulator_size()
+    }
+
+    unsafe fn accumulate(&self, sums: *mut u8, sources: &[*const u8], count: usize) {
+        // SAFETY: passed on.
+        unsafe { self.reducer.accumulate(sums, sources, count) }
+    }
+
+    unsafe fn conclude(&self, destination: *mut u8, sums: &[*const u8], count: usize) {
+        let ranks = self.nodes.as_ref().map_or(sums.len(), Nodes::world_size);
+        // SAFETY: passed on.
+        unsafe { self.reducer.conclude(destination, sums, ranks, count) }
+    }
 }

@@ -40,7 +40,7 @@ impl CudaCollectives {
 }
 
 impl CudaBuilder<'_> {
-    /// The default size of the memory for staging; docs/cuda.md says what less memory costs.
+    /// The default size of the memory for staging; docs/guide/cuda.md says what less memory costs.
     pub const STAGING_BYTES: usize = 340 << 20;
     /// The least memory for staging.
     pub const LEAST_STAGING_BYTES: usize = Tenant::LEAST_STAGING_BYTES;

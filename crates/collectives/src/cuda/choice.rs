@@ -13,8 +13,9 @@ use antiphon_tuning::Key;
 use super::{Algorithm, CudaCollectives};
 use crate::{AlgorithmTable, error::Result};
 
-/// From how many bytes on two-shot is the faster one with more than two ranks: where one-shot's (W − 1)·n bytes weigh more
-/// than a second hop. With two ranks both send as much, but two-shot in longer bursts. Measured on H200s (benches/results).
+/// The number of bytes from which on two-shot is faster than one-shot, with more than two ranks: there one-shot's (W − 1)·n bytes
+/// cost more than a second hop. With two ranks both send as many bytes, but two-shot sends them in longer bursts. Measured on H200s
+/// (benches/results).
 const TWO_SHOT_FROM: usize = 208 << 10;
 const TWO_SHOT_FROM_BETWEEN_TWO: usize = 4 << 20;
 
@@ -74,7 +75,7 @@ pub(crate) struct Clock<'a> {
 }
 
 impl<'a> Clock<'a> {
-    /// With an input and an output of so many bytes.
+    /// Allocates an input and an output of `largest` bytes each.
     pub(crate) fn new(collectives: &'a CudaCollectives, largest: usize) -> Result<Self> {
         let context = collectives.context();
         let (stream, len) = (context.stream()?, largest.max(DTYPE.size()));

@@ -88,7 +88,7 @@ impl std::fmt::Debug for CudaCollectives {
 }
 
 impl CudaCollectives {
-    /// With at most so many bytes of each GPU for staging.
+    /// Makes the collectives with at most `bytes` bytes of each GPU for staging.
     fn with_staging(comm: &Communicator, context: &Context, bytes: usize) -> Result<Self> {
         let tenant = Tenant::new(comm, context, bytes)?;
         let messages = Tenant::of_messages(comm, context, Tenant::LEAST_STAGING_BYTES)?;

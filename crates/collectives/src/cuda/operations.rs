@@ -65,7 +65,7 @@ impl CudaCollectives {
     /// be the same on all ranks.
     ///
     /// Registered tensors lie at the same place of the memory on all ranks: peers load the input where it lies, and nothing is
-    /// staged. docs/cuda.md compares its speed with the staged form. One-shot's output is any other memory of this
+    /// staged. docs/design/cuda.md compares its speed with the staged form. One-shot's output is any other memory of this
     /// rank; two-shot's is registered too, and may be the input.
     ///
     /// # Errors
@@ -92,7 +92,7 @@ impl CudaCollectives {
         unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
     }
 
-    /// The algorithm that [`all_reduce`](Self::all_reduce) takes for so many bytes.
+    /// The algorithm that [`all_reduce`](Self::all_reduce) takes for a tensor of `bytes` bytes.
     pub fn algorithm_for(&self, bytes: usize) -> Algorithm {
         self.table.algorithm(bytes)
     }

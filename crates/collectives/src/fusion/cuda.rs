@@ -217,7 +217,7 @@ impl Validated {
 }
 
 impl Room {
-    /// The resources of every rank's GPU that a call with an epilogue may use, in one of so many channels.
+    /// The resources of every rank's GPU that a call with an epilogue may use, if it runs in one of `channels` channels.
     fn everywhere(tenant: &Tenant, channels: usize) -> Self {
         let (world_size, multiprocessors) = (tenant.world_size(), tenant.multiprocessors());
         Self { world_size, multiprocessors, has_clusters: tenant.has_clusters(), channels }

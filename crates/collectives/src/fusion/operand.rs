@@ -43,7 +43,7 @@ impl<'a> Operand<'a> {
         borrowed: PhantomData,
     };
 
-    /// A tensor of so many elements, one behind the other.
+    /// A contiguous tensor of `count` elements.
     ///
     /// # Safety
     /// For `'a`, the memory is valid for the role that the operand has in a call: no other code writes what is read, or uses what is

@@ -12,7 +12,7 @@ const MOST_BLOCKS: usize = 8;
 const SHARED_BYTES: usize = 99 << 10;
 /// Lanes of a warp.
 const WARP: usize = 32;
-/// From so many rows on it is throughput that counts, and before how long a row takes.
+/// The number of rows from which on the throughput decides how long a call takes. With fewer rows the time of a row decides.
 const MANY_ROWS: usize = 1024;
 
 /// How a block is made, for which a program is compiled.
@@ -49,7 +49,7 @@ impl Shape {
         matches!(self, Self::Long | Self::LongWide)
     }
 
-    /// Blocks for each multiprocessor, at most, if it serves so many ranks: as many as fit half its registers.
+    /// The most blocks of a multiprocessor, among `world_size` ranks: as many as fit half of its registers.
     pub(crate) const fn most_blocks(self, world_size: usize, algorithm: Algorithm) -> u32 {
         match self {
             Self::Short if world_size <= 4 => 3,
@@ -209,7 +209,7 @@ impl Teams {
         })
     }
 
-    /// Whether none of so many rows waits for another to be done.
+    /// Whether each of `rows` rows has a team of its own, so that no row waits for another one.
     pub(crate) fn have_a_row_each(&self, rows: usize) -> bool {
         (self.teams - self.reducing) as usize >= rows
     }
@@ -223,7 +223,7 @@ impl Teams {
         if self.blocks_of_team == 1 { config } else { config.cluster(self.blocks_of_team) }
     }
 
-    /// The most shared memory of a block, if a multiprocessor runs so many.
+    /// The most shared memory of a block, if a multiprocessor runs `per_multiprocessor` blocks.
     pub(crate) const fn most_shared_bytes(per_multiprocessor: u32) -> u32 {
         SHARED_BYTES as u32 / per_multiprocessor
     }
@@ -255,7 +255,7 @@ mod tests {
     use crate::fusion::FusedAllReduce;
     use antiphon_tensor::{Device, TensorView, TensorViewMut, bf16};
 
-    /// The teams for so many rows of bf16 on a GPU with 132 multiprocessors.
+    /// The teams for `tokens` rows of bf16 on a GPU with 132 multiprocessors.
     fn teams(tokens: usize, hidden: usize, algorithm: Algorithm, world_size: usize) -> Teams {
         let (x, mut sum) = (vec![bf16::ZERO; tokens * hidden], vec![bf16::ZERO; tokens * hidden]);
         let call = FusedAllReduce::of(TensorView::new(&x, &[tokens, hidden]).unwrap())

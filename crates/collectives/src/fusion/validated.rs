@@ -76,7 +76,7 @@ impl Validated {
         self.tokens * self.hidden * self.dtype.size()
     }
 
-    /// Where codes and scales of groups of so many elements stand.
+    /// The places of codes and scales, if `group` elements share a scale.
     pub(super) fn groups(&self, group: usize) -> Fp8Groups {
         groups([self.tokens, self.hidden], group).expect("a checked group")
     }
@@ -209,7 +209,7 @@ impl<'c, 't> Validator<'c, 't> {
                 _ => (DType::F32, experts * self.tokens, 1),
             },
             Role::Scale => (DType::F32, 1, 1),
-            // Of these only the bytes count.
+            // Codes and scales may have any dtype: only their number of bytes is checked.
             Role::Codes => return self.bytes(role, tensor, self.code_bytes(), VECTOR),
             Role::Scales if !self.needs_scales() => return Ok(tensor.data),
             Role::Scales => return self.bytes(role, tensor, self.scale_bytes()?, 4),

@@ -41,7 +41,7 @@ impl Family for Movement {
 /// Bytes that a row takes in a lane, and those of them that are data; see `ROW` in rows.cuh.
 pub(super) const ROW_BYTES: usize = 512;
 pub(super) const ROW_DATA: usize = 496;
-/// From how many bytes on a broadcast goes in parts: where (W − 1)·n bytes out of the root weigh more than a second hop.
+/// The number of bytes from which on a broadcast is sent in parts: there (W − 1)·n bytes out of the root cost more than a second hop.
 const PARTS_FROM: usize = 256 << 10;
 
 /// Carries out an all-gather or an all-to-all.

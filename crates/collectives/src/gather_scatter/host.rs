@@ -2,17 +2,20 @@
 //!
 //! A rank's input falls into pieces, one for each peer or the same one for all; so does its output, by the operation's row
 //! ([`Layout`](antiphon_operation::Layout)). The pieces move a *part* at a time: a range of bytes of each piece. A mailbox holds
-//! the same part of the piece for each rank, one behind the other, or the one part that is for all.
+//! the same part of the piece for each rank, one behind the other, or the one part that is for all. The parts for the ranks of one node lie
+//! together, as only they go to that node.
 
 use std::ops::Range;
 
-use antiphon_fabric::{Communicator, FabricError, Rounds, Written};
+use antiphon_fabric::{Communicator, FabricError, Nodes, Rounds, Signature, Written};
 use antiphon_operation::Root;
 
 use crate::{
     all_reduce::{InOrder, Reduce},
     arguments::CheckedCall,
-    chunked::{chunk_for, copy, exchange_chunks},
+    chunked::{BETWEEN_NODES, chunk_for, copy, exchange_chunks_by_node},
+    error::Result,
+    hierarchical::{HIERARCHICAL, Kind, Work},
 };
 
 /// Bytes of one piece that a rank posts: its two mailboxes stay in L2.
@@ -34,33 +37,52 @@ pub(super) fn run(
     let sources = if row.root == Some(Root::Gives) { root..root + 1 } else { 0..world_size };
     let posts = row.root != Some(Root::Gets) || rank != root;
     let reducer = row.reduces.then(|| InOrder::new(comm, call.dtype, call.call.op));
+    let nodes = comm.several_nodes();
+    // Where the part for a rank is in a mailbox that has one for each.
+    let place = |peer: usize| nodes.map_or(peer, |nodes| nodes.place(peer));
     // Where this rank's own elements for itself are.
     let own = |part: &Range<usize>| {
         let piece = within(sent.piece(rank), size, part);
         call.input.map_or(std::ptr::null(), |input| input.data.wrapping_add(piece.start))
     };
-    exchange_chunks(
+    exchange_chunks_by_node(
         rounds,
         &call.signature,
         longest * size,
-        chunk_for(width, PIECE),
+        chunk_for(width, if nodes.is_some() { BETWEEN_NODES } else { PIECE }),
         width,
         |part, outbox| {
-            let payload = part.len() * width;
-            let Some(input) = call.input.filter(|_| posts) else { return Written::nothing(payload) };
+            let Some(input) = call.input.filter(|_| posts) else { return };
             for peer in (0..width).filter(|&peer| width == 1 || peer != rank) {
                 let piece = within(sent.piece(if width == 1 { rank } else { peer }), size, &part);
                 // SAFETY: pieces lie within the input, and the outbox has room for `width` parts.
-                unsafe { copy(input.data.add(piece.start), outbox.add(peer * part.len()), piece.len()) };
+                unsafe {
+                    copy(
+                        input.data.add(piece.start),
+                        outbox.add(if width == 1 { 0 } else { place(peer) } * part.len()),
+                        piece.len(),
+                    )
+                };
             }
-            let own = if width == 1 { 0..0 } else { rank * part.len()..(rank + 1) * part.len() };
-            Written::nothing(payload).and(0..own.start).and(own.end..payload)
+        },
+        |len, node| {
+            let written = Written::nothing(len * width);
+            // Of a root's input nobody else has any, and only a root that gets needs what others have.
+            let gets = row.root != Some(Root::Gets) || nodes.is_some_and(|nodes| nodes.of(root) == node);
+            match nodes {
+                _ if !(posts && gets && sources.contains(&rank)) => written,
+                Some(nodes) if width > 1 => {
+                    let first = nodes.place(nodes.ranks(node)[0]);
+                    written.and(first * len..(first + nodes.ranks(node).len()) * len)
+                }
+                _ => written.and(0..len),
+            }
         },
         |part, inboxes| {
             let Some(output) = call.output else { return };
             if width > 1 {
                 for inbox in inboxes.iter_mut() {
-                    *inbox = inbox.wrapping_add(rank * part.len());
+                    *inbox = inbox.wrapping_add(place(rank) * part.len());
                 }
             }
             if sources.contains(&rank) {
@@ -86,6 +108,30 @@ pub(super) fn run(
             }
         },
     )
+}
+
+/// Carries a reduction out [by nodes](crate::hierarchical).
+pub(super) fn run_by_nodes(
+    comm: &Communicator,
+    rounds: &mut Rounds,
+    call: &CheckedCall<'_>,
+    longest: usize,
+    kind: Kind,
+    nodes: &Nodes,
+) -> Result<()> {
+    let (sent, received, size) = (call.input_layout(), call.output_layout(), call.dtype.size());
+    let signature = &Signature { algorithm: HIERARCHICAL, ..call.signature };
+    let reducer = &InOrder::new(comm, call.dtype, call.call.op);
+    let input = call.input.map_or(std::ptr::null(), |input| input.data);
+    let output = match (call.output, kind) {
+        (Some(output), Kind::Reduce(root)) if root == call.rank => output.data,
+        (Some(output), Kind::ReduceScatter) => {
+            output.data.wrapping_add(received.piece(call.rank).start * size)
+        }
+        _ => std::ptr::null_mut(),
+    };
+    let work = Work { kind, nodes, signature, reducer, size, elements: longest, input, output };
+    Ok(work.run(rounds, |rank| sent.piece(rank), |_| ())?)
 }
 
 /// The bytes of a piece that a part covers; a piece may be shorter than others.

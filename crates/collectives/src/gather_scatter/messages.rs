@@ -129,7 +129,8 @@ impl Messages {
     }
 }
 
-/// The grid for messages of so many bytes: an equal number of blocks for each direction of each peer, which all run at once.
+/// The grid for messages whose longest has `longest` bytes: each direction of each peer has an equal number of blocks, and all blocks
+/// run at once.
 fn grid(longest: usize, world_size: usize, multiprocessors: u32) -> Option<u32> {
     let directions = 2 * (world_size as u32 - 1);
     let wanted = longest.div_ceil(BYTES_PER_BLOCK).max(1) as u64;
@@ -367,7 +368,7 @@ impl CudaCollectives {
 /// Copies bytes of one place to another that does not overlap it, unless it is the same.
 ///
 /// # Safety
-/// Both are addresses of the stream's device, good for so many bytes until the stream has passed.
+/// Both are addresses of the stream's device, valid for `bytes` bytes until the stream has passed the copy.
 unsafe fn copy(from: usize, to: usize, bytes: usize, stream: StreamRef<'_>) -> Result<()> {
     if bytes == 0 || from == to {
         return Ok(());

@@ -14,6 +14,8 @@
 //!
 //! All-gather, reduce-scatter and all-to-all also have a form for parts of uneven lengths, which a call lists: `…_v`.
 //!
+//! Between nodes each byte goes to the nodes that need it, once. Reductions of some size go [by nodes](crate::hierarchical).
+//!
 //! Every rank takes part in every round, even if it neither sends nor receives data. So all ranks notice calls that disagree and
 //! lost ranks.
 
@@ -24,7 +26,8 @@ mod messages;
 mod parts;
 mod uneven;
 
-use antiphon_fabric::Communicator;
+use antiphon_device::host::reduce::Reducer;
+use antiphon_fabric::{Communicator, Nodes};
 use antiphon_operation::Extent;
 
 pub(crate) use messages::Messaging;
@@ -34,7 +37,11 @@ pub(crate) use {
     parts::ReducingParts,
 };
 
-use crate::{arguments::CheckedCall, error::Result};
+use crate::{
+    arguments::CheckedCall,
+    error::Result,
+    hierarchical::{self, Kind},
+};
 
 /// Carries out a call on host memory.
 pub(crate) fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {
@@ -49,5 +56,30 @@ pub(crate) fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {
         },
         _ => call.input_layout().longest(),
     };
-    Ok(host::run(comm, &mut rounds, call, longest)?)
+    match hierarchical_form(comm, call, longest)? {
+        Some((kind, nodes)) => host::run_by_nodes(comm, &mut rounds, call, longest, kind, nodes),
+        None => Ok(host::run(comm, &mut rounds, call, longest)?),
+    }
+}
+
+/// The nodes, if a reduction goes by them.
+#[inline]
+fn hierarchical_form<'c>(
+    comm: &'c Communicator,
+    call: &CheckedCall<'_>,
+    longest: usize,
+) -> Result<Option<(Kind, &'c Nodes)>> {
+    let row = call.signature.operation.row();
+    if !row.reduces || comm.several_nodes().is_none() {
+        return Ok(None);
+    }
+    let (kind, pieces) = match row.root {
+        Some(_) => (Kind::Reduce(call.call.root), 1),
+        None => (Kind::ReduceScatter, call.world_size),
+    };
+    let size = call.dtype.size();
+    let sum_size = || Reducer::new(call.dtype, call.call.op).accumulator_size();
+    let suggested = hierarchical::suggested(longest * pieces * size);
+    let nodes = hierarchical::form(comm, kind, Some(suggested), size, sum_size)?;
+    Ok(nodes.map(|nodes| (kind, nodes)))
 }

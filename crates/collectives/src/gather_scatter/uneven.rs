@@ -8,7 +8,7 @@ use crate::{
     error::{CollectiveError, Result},
 };
 
-/// Inputs of up to so many bytes travel with the counts: if no rank's is longer, one round does it all.
+/// The bytes of the longest input that travels with the counts. If no rank's input is longer, one round moves everything.
 const WITH_COUNTS: usize = 64 << 10;
 
 /// Exchanges the counts and checks that what each rank sends is what the other expects; the longest piece. Where all inputs are

@@ -52,7 +52,7 @@ pub(crate) fn plain_call<'a>(call: &MixedCall<'a>) -> Call<'a> {
 /// The lengths of the groups' blocks, in elements.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Blocks<'a> {
-    /// Each of so many.
+    /// Each of `groups` blocks has `count` elements.
     Even { count: usize, groups: usize },
     /// One for each group.
     Uneven(&'a [usize]),

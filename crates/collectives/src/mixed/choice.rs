@@ -12,7 +12,7 @@ use crate::{
     error::{CollectiveError, Result},
 };
 
-/// From how many bytes of a block on the second hop of [`MixedMode::Bytes1`] pays; `tune` finds what is true on a machine.
+/// The bytes of a block from which on [`MixedMode::Bytes1`] is faster in spite of its second hop; `tune` measures a machine's own number.
 const BYTES1_FROM: usize = 32 << 10;
 
 /// A table for each fused operation of the layout.
@@ -23,7 +23,7 @@ impl Tables {
         Self::load_with(comm, layout, |operation| key(operation, layout), BYTES1_FROM)
     }
 
-    /// The tables of these keys; the built-in ones have [`MixedMode::Bytes1`] from so many bytes on.
+    /// Loads the tables of these keys. The built-in tables choose [`MixedMode::Bytes1`] from `bytes1_from` bytes on.
     pub(super) fn load_with(
         comm: &Communicator,
         layout: &MixedLayout,

@@ -53,7 +53,7 @@ impl Kernel {
     }
 }
 
-/// The kernels that sum elements of a type over groups of so many ranks.
+/// The kernels that sum elements of a type over groups of `tp` ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Mixing {
     pub(crate) sum: Reduction,
@@ -120,8 +120,8 @@ impl CudaMixedHandler {
         Ok(Self { layout, tables, most_blocks: usize::MAX })
     }
 
-    /// With at most so many blocks for each launch of a fused operation (but one for each peer at least), so that other kernels
-    /// have more room beside it. All ranks pass the same.
+    /// Limits each launch of a fused operation to `blocks` blocks (but at least one block for each peer), so that other kernels
+    /// have more room beside it. All ranks pass the same number.
     #[must_use]
     pub fn most_blocks(self, blocks: usize) -> Self {
         Self { most_blocks: blocks, ..self }
@@ -143,7 +143,7 @@ impl CudaMixedHandler {
         &modes[..modes.len().min(MixedMode::FUSED.len())]
     }
 
-    /// The mode that a call without one runs in, for blocks of so many bytes.
+    /// The mode of a call that names no mode, for blocks of `bytes` bytes.
     ///
     /// # Errors
     /// [`CollectiveError::Refused`](crate::CollectiveError::Refused) for an operation that is not valid.
@@ -342,8 +342,8 @@ fn clipped(layout: &MixedLayout, call: &CheckedMixedCall<'_>, start: usize, len:
 /// 3·n bytes by it, takes as long either way at 208 KiB.
 const SECOND_HOP: usize = 312 << 10;
 
-/// From how many bytes of a block on the second hop of [`MixedMode::Bytes1`] pays: where it saves more bytes than it costs. `tune` finds
-/// what is true.
+/// The bytes of a block from which on [`MixedMode::Bytes1`] is faster: there its second hop saves more bytes than it costs. `tune`
+/// measures a machine's own number.
 fn bytes1_from(layout: &MixedLayout) -> usize {
     let (mates, peers) = (layout.tp_size() - 1, layout.world_size() - 1);
     // The second hop leaves (mates + peers) / TP · n of peers·n bytes.

@@ -77,7 +77,8 @@ impl MixedHandler {
         MixedMode::valid_in(&self.layout)
     }
 
-    /// The mode that a call without one runs in, for blocks of so many bytes. For an all-reduce, all ranks call it together once.
+    /// The mode of a call that names no mode, for blocks of `bytes` bytes. For an all-reduce, all ranks make the first call of this
+    /// function together.
     ///
     /// # Errors
     /// [`CollectiveError::Refused`] for an operation that is not valid; as [`all_reduce::algorithm_for`].

@@ -33,7 +33,7 @@ fn attempt<B: Backend>(comm: &B, call: &Call<'_>, input: Option<Like>, output: O
     comm.call(call, input.as_mut().map(Loose::view), output.as_mut().map(Loose::view_mut))
 }
 
-/// With contiguous tensors of f32, of so many elements.
+/// Attempts a call with contiguous tensors of `input` and of `output` elements of f32.
 fn of_lengths<B: Backend>(comm: &B, call: &Call<'_>, input: usize, output: usize) -> Result<()> {
     attempt(comm, call, Some(Like::of(DType::F32, input)), Some(Like::of(DType::F32, output)))
 }

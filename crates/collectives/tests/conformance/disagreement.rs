@@ -74,7 +74,7 @@ pub fn every_operation_fails<B: Backend>(comm: &B, first: &FabricError) {
     }
 }
 
-/// An operation of blocks of so many elements.
+/// Calls an operation on blocks of `count` elements.
 pub fn plain<B: Backend>(comm: &B, operation: Operation, dtype: DType, count: usize) -> Result<()> {
     let call = match operation {
         Operation::Barrier => Call::new(operation),
@@ -114,7 +114,7 @@ fn about_the_count<B: Backend>(world: usize) {
         (&f32s(Broadcast, 1 << 20), "broadcast(1048576 × f32"),
         (&f32s(Broadcast, 1), "broadcast(1 × f32"),
     );
-    // By one algorithm here, by the other there.
+    // One rank takes one algorithm, and the other rank the other one.
     disagree::<B>(
         world,
         (&f32s(AllReduce, 1 << 20), "all_reduce(1048576 × f32, sum"),
@@ -155,7 +155,7 @@ fn about_the_root<B: Backend>(world: usize) {
         [(Operation::Broadcast, "broadcast(5 × f32, "), (Operation::Reduce, "reduce(5 × f32, sum, ")]
     {
         let to = |root| move |comm: &B| make(comm, &Call::new(operation).with_root(root), DType::F32, 5);
-        let texts = [0, 1].map(|root| format!("{text}root {root})"));
+        let texts = [0, 1].map(|root| format!("{text}root {root}"));
         disagree::<B>(world, (&to(0), &texts[0]), (&to(1), &texts[1]));
     }
 }

@@ -6,7 +6,8 @@
 //! world costs more to make, one test has all dtypes, and there are fewer worlds:
 //! `all_reduce::gpus::special_values_follow_the_rules::world_2`. Tests that lack GPUs are recorded as skipped.
 //!
-//! On several nodes there are two nodes and up to four ranks: `all_reduce::host_nodes::special_values_follow_the_rules::world_1_and_3`.
+//! On several nodes there are two nodes and up to four ranks: `all_reduce::host_nodes::special_values_follow_the_rules::world_1_and_3`. Reductions go by nodes in tests
+//! that say so: `…::world_1_and_3_by_nodes`.
 //!
 //! | module | what it holds |
 //! | --- | --- |
@@ -95,17 +96,26 @@ macro_rules! worlds_of_nodes {
 }
 
 macro_rules! world_of_nodes {
-    (world_2) => { world_of_nodes!(@ world_1_and_1: Halves, 2); };
-    (world_3) => { world_of_nodes!(@ world_3_interleaved: Interleaved, 3); };
+    (world_2) => {
+        world_of_nodes!(@ world_1_and_1: Halves, 2);
+        world_of_nodes!(@ world_1_and_1_by_nodes: ByNodes<crate::harness::Halves>, 2);
+    };
+    (world_3) => {
+        world_of_nodes!(@ world_3_interleaved: Interleaved, 3);
+        world_of_nodes!(@ world_3_interleaved_by_nodes: ByNodes<crate::harness::Interleaved>, 3);
+    };
     (world_4) => {
         world_of_nodes!(@ world_2_and_2: Halves, 4);
         world_of_nodes!(@ world_1_and_3: OneAndRest, 4);
         world_of_nodes!(@ world_4_interleaved: Interleaved, 4);
+        world_of_nodes!(@ world_2_and_2_by_nodes: ByNodes<crate::harness::Halves>, 4);
+        world_of_nodes!(@ world_1_and_3_by_nodes: ByNodes<crate::harness::OneAndRest>, 4);
+        world_of_nodes!(@ world_4_interleaved_by_nodes: ByNodes<crate::harness::Interleaved>, 4);
     };
-    (@ $name:ident: $layout:ident, $world:literal) => {
+    (@ $name:ident: $layout:ident $(<$inner:ty>)?, $world:literal) => {
         #[test]
         fn $name() {
-            run::<crate::harness::HostNodes<crate::harness::$layout>>($world);
+            run::<crate::harness::HostNodes<crate::harness::$layout $(<$inner>)?>>($world);
         }
     };
     ($other:ident) => {};

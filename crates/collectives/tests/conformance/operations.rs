@@ -28,7 +28,7 @@ impl Way {
         [Self::Automatic, Self::InPlace, Self::By(Algorithm::OneShot), Self::By(Algorithm::TwoShot)];
 }
 
-/// What an input holds: of a dtype, for a seed, so many elements.
+/// Makes the content of an input from its dtype, a seed, and its number of elements.
 pub type Content = fn(DType, u64, usize) -> Values;
 
 /// A rank that calls operations on tensors of one dtype and knows what all ranks contribute: the inputs of a call follow from its

@@ -20,7 +20,7 @@ conformance_on_host! {
 
 const OP: ReduceOp = ReduceOp::Sum;
 
-/// Where a rank keeps a tensor: so many bytes into its copy of the shared buffer, or in memory of its own.
+/// Where a rank keeps a tensor: at an offset in bytes of its copy of the shared buffer, or, for `None`, in memory of its own.
 type Kept = Option<usize>;
 
 /// One all-reduce, by some ranks on symmetric memory.
@@ -116,7 +116,7 @@ impl Call {
     }
 }
 
-/// From where ranks ask each other (32 KiB) to beyond a mailbox.
+/// Counts around the size from which on ranks ask each other (32 KiB), and beyond a mailbox.
 fn counts(dtype: DType) -> Vec<usize> {
     let of = |bytes: usize| bytes / dtype.size();
     vec![0, 7, of(32 << 10) - 1, of(32 << 10), of(32 << 10) + 1, of(64 << 10) + 3, of(1 << 20) + 5]

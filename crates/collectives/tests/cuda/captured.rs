@@ -18,7 +18,7 @@ pub unsafe fn tensor<T: Element>(
     device: Device,
 ) -> TensorViewMut<'_> {
     let at = memory.pointer().0 as usize + start * size_of::<T>();
-    // SAFETY: the tests' memory has so many elements, and they synchronise before it goes.
+    // SAFETY: the tests' memory has `count` elements from `start` on, and the tests synchronise before they free it.
     unsafe { TensorViewMut::from_raw_parts(at as *mut u8, T::DTYPE, &[count], None, device) }.unwrap()
 }
 

@@ -10,6 +10,7 @@ use antiphon_collectives::{
 use antiphon_device::cuda::{Context, DeviceMemory, memory};
 use antiphon_fabric::{FabricError, LocalWorld};
 use antiphon_tensor::{DType, Device, quantize::TokenRule};
+use antiphon_testing::sized;
 
 use crate::{
     captured::tensor,
@@ -112,13 +113,16 @@ fn a_rank_that_does_not_come_with_its_registered_memory_is_named_at_the_deadline
     let texts = with_deadline(timeout, |rank| {
         let (input, output) = (rank.upload(&[1.0f32; 64])?, rank.upload(&[1.0f32; 64])?);
         rank.register(&input)?;
+        let at = |memory: &DeviceMemory| At(memory.pointer().0, DType::F32, 64);
+        let call = What::Registered(ReduceOp::Sum, Algorithm::OneShot);
+        rank.queue(call, at(&input), at(&output))?; // compiles the kernel
+        rank.stream.borrow().synchronize()?;
         rank.comm.barrier()?;
         if rank.comm.rank() == 1 {
             std::thread::sleep(2 * timeout);
             return Ok(String::new());
         }
-        let at = |memory: &DeviceMemory| At(memory.pointer().0, DType::F32, 64);
-        rank.queue(What::Registered(ReduceOp::Sum, Algorithm::OneShot), at(&input), at(&output))?;
+        rank.queue(call, at(&input), at(&output))?;
         rank.stream.borrow().synchronize()?;
         Ok(rank.collectives.check().expect_err("nobody else came").to_string())
     });
@@ -140,11 +144,12 @@ fn a_late_rank_does_not_get_what_is_of_later_calls() {
             (0..CALLS).map(|call| rank.upload(&[(call + 1) as f32; COUNT])).collect();
         let outputs: Outcome<Vec<_>> = (0..CALLS).map(|_| rank.allocate(4 * COUNT)).collect();
         let (inputs, outputs) = (inputs?, outputs?);
-        let busy = rank.allocate(8 << 30)?;
+        let (bytes, fills) = sized((8 << 30, 400), (1 << 30, 8));
+        let busy = rank.allocate(bytes)?;
         rank.comm.barrier()?;
         if me == 0 {
-            // About two milliseconds each: its GPU is late by more than the deadline, its host is not.
-            for _ in 0..400 {
+            // Together 0.8 s: its GPU is late by more than the deadline, its host is not.
+            for _ in 0..fills {
                 // SAFETY: the memory has as many bytes, and lives until the stream is done.
                 unsafe { memory::fill(rank.stream.borrow(), busy.pointer(), 1, busy.len()) }?;
             }
@@ -168,7 +173,7 @@ fn a_late_rank_does_not_get_what_is_of_later_calls() {
     }
 }
 
-/// From one block to all that a device has, in clusters and in pieces, and with blocks that only reduce, of both kinds.
+/// Cases from one block to all blocks of a device: in clusters, in pieces, and with both kinds of blocks that only reduce.
 fn fused_cases() -> [Case; 5] {
     let (one, two) = (Some(Algorithm::OneShot), Some(Algorithm::TwoShot));
     let bf16 = |tokens, hidden| Case::new(DType::BF16, tokens, hidden);
@@ -179,8 +184,11 @@ fn fused_cases() -> [Case; 5] {
             algorithm: two,
             ..Case::quantized(DType::BF16, 64, 7168, Form::Fp8Tokens(TokenRule::Quotient))
         },
-        Case { from: From::Experts(8), ..bf16(256, 7168) },
-        Case { algorithm: two, ..Case::quantized(DType::BF16, 2500, 16_384, Form::Fp8Groups(128)) },
+        Case { from: From::Experts(8), ..bf16(sized(256, 32), 7168) },
+        Case {
+            algorithm: two,
+            ..Case::quantized(DType::BF16, sized(2500, 150), 16_384, Form::Fp8Groups(128))
+        },
     ]
 }
 
@@ -197,7 +205,7 @@ fn fails(rank: &Rank, fused: &Fused) -> Outcome<(Duration, CollectiveError)> {
 
 #[test]
 fn a_rank_that_does_not_come_to_a_fused_call_is_named_at_the_deadline() {
-    let timeout = Duration::from_millis(500);
+    let timeout = sized(Duration::from_millis(500), Duration::from_secs(3));
     for case in fused_cases() {
         let texts = with_deadline(timeout, |rank| {
             let fused = Fused::without_host(&rank, case)?;

@@ -405,7 +405,7 @@ impl Rank {
         fused.check()
     }
 
-    /// By every algorithm, against one result of the host.
+    /// Compares the results of every algorithm with one result of the host.
     pub fn fuse_by_all(&self, case: Case) -> Outcome {
         let mut fused = Fused::new(self, case)?;
         for algorithm in [None].into_iter().chain(Algorithm::ALL.map(Some)) {

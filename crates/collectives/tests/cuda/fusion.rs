@@ -394,7 +394,7 @@ fn arguments_that_make_no_sense_on_gpus_are_refused() {
     });
 }
 
-/// Eight tokens, whose sum goes so many bytes behind the beginning of some memory.
+/// Fuses eight tokens, whose sum is written `behind` bytes behind the beginning of some memory.
 fn refuses(rank: &Rank, behind: usize, elements: usize, why: Option<&str>) -> Outcome {
     let (from, to) = (rank.allocate(2 * elements)?, rank.allocate(2 * elements + 16)?);
     let at = |address: u64| address as usize as *mut u8;

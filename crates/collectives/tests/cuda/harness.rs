@@ -210,7 +210,7 @@ impl Random {
         self.delay_once_in(500, comm);
     }
 
-    /// Lets one rank be late by up to 300 µs, once in so many times.
+    /// Delays one rank by up to 300 µs, in one of `times` calls on average.
     pub fn delay_once_in(&mut self, times: usize, comm: &Communicator) {
         let (late, often, delay) = (self.below(comm.world_size()), self.below(times), self.below(300) as u64);
         if often == 0 && late == comm.rank() {

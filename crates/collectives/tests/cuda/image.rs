@@ -67,7 +67,7 @@ impl Slot {
 /// Kinds of values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rows {
-    /// Of every size and sign.
+    /// Numbers of every size and sign.
     Ordinary,
     /// In each row what is rare: see [`strange`].
     Strange,

@@ -30,7 +30,7 @@ fn machines() -> Option<Machines> {
     Machines::make()
 }
 
-/// A rank as torchrun starts it, on machines that have so many ranks each.
+/// A rank as torchrun starts it, on two machines that have `of_each` ranks.
 fn command(machines: &Machines, of_each: [usize; 2], rank: usize, program: &Path) -> Command {
     let machine = usize::from(rank >= of_each[0]);
     let mut command = machines.command(machine, program);
@@ -47,7 +47,7 @@ fn command(machines: &Machines, of_each: [usize; 2], rank: usize, program: &Path
     command
 }
 
-/// A world on two machines that have so many ranks each.
+/// A world on two machines that have `of_each` ranks.
 fn world(machines: &Machines, of_each: [usize; 2], role: &str) -> World {
     let command = |rank: usize, program: &Path| command(machines, of_each, rank, program);
     World::start_by(command, of_each.iter().sum(), role, TIMEOUT)

@@ -43,7 +43,7 @@ pub struct Cubin {
 /// Where machine code is from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
-    /// From the cache.
+    /// Loaded from the cache.
     Cached,
     /// Compiled, and now in the cache.
     Compiled,

@@ -31,7 +31,7 @@ pub struct LaunchConfig {
 }
 
 impl LaunchConfig {
-    /// So many blocks of so many threads, in one dimension.
+    /// `blocks` blocks of `threads` threads each, in one dimension.
     pub const fn new(blocks: u32, threads: u32) -> Self {
         Self::with_dimensions([blocks, 1, 1], [threads, 1, 1])
     }
@@ -48,8 +48,8 @@ impl LaunchConfig {
         self
     }
 
-    /// Groups so many neighbouring blocks into clusters, which run together and reach each other's shared memory.
-    /// Needs Hopper or newer; the number of blocks must be a multiple.
+    /// Groups neighbouring blocks into clusters of `blocks` blocks, which run together and reach each other's shared memory.
+    /// Needs Hopper or newer. The number of blocks of the grid must be a multiple of `blocks`.
     #[must_use]
     pub const fn cluster(mut self, blocks: u32) -> Self {
         self.cluster = Some([blocks, 1, 1]);

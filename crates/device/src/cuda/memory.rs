@@ -14,7 +14,7 @@ use super::{Context, CudaError, StreamRef, driver::call};
 pub struct DevicePointer(pub u64);
 
 impl DevicePointer {
-    /// The address so many bytes further on.
+    /// The address `bytes` bytes behind this one.
     #[inline]
     #[must_use]
     pub const fn offset(self, bytes: u64) -> Self {

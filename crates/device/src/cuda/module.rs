@@ -146,7 +146,7 @@ impl Function {
         })
     }
 
-    /// Lets launches ask for up to so many bytes of dynamic shared memory; more than 48 KiB has to be asked for.
+    /// Lets launches ask for up to `bytes` bytes of dynamic shared memory. Without this call they may ask for up to 48 KiB.
     ///
     /// # Errors
     /// [`CudaError::Call`] when the device has less
@@ -182,8 +182,8 @@ impl Function {
         unsafe { call!(cuFuncSetAttribute(self.raw, attribute, value)) }
     }
 
-    /// How many blocks of so many threads, with so many bytes of dynamic shared memory, one multiprocessor runs at
-    /// once. Times the number of multiprocessors it is the largest cooperative grid, and the largest grid whose blocks
+    /// The number of blocks that one multiprocessor runs at once, if a block has `threads` threads and `shared_bytes` bytes of dynamic
+    /// shared memory. Times the number of multiprocessors it is the largest cooperative grid, and the largest grid whose blocks
     /// may wait for each other.
     ///
     /// # Errors

@@ -91,7 +91,7 @@ impl SharedMemory {
             DeviceError::system(format!("mmap of {len} bytes"), e, "lower ANTIPHON_ARENA_BYTES, or ulimit -v")
         })?;
         let base = NonNull::new(base.cast()).expect("mmap does not return null on success");
-        // Of a descriptor that has just been mapped.
+        // The descriptor has just been mapped, so its inode can be read.
         let number = rustix::fs::fstat(fd).map_or(0, |file| file.st_ino);
         Ok(Self { base, len, number })
     }

@@ -16,7 +16,7 @@ fn setup(name: &str, words: usize) -> Option<(Context, Function, Stream, DeviceM
     let context = gpu()?;
     let function = kernel(&context, "launch.cu", SOURCE, name)?;
     let (stream, memory) = (context.stream().unwrap(), DeviceMemory::allocate(&context, 4 * words).unwrap());
-    // SAFETY: the memory has so many words; the stream orders it before whatever uses it.
+    // SAFETY: the memory has `words` words; the stream orders the fill before all uses.
     unsafe { memory::fill_words(stream.borrow(), memory.pointer(), 0, words) }.unwrap();
     Some((context, function, stream, memory))
 }
@@ -55,7 +55,7 @@ fn arguments_arrive_and_are_checked() {
     // SAFETY: as above.
     let error = unsafe { arguments.launch(&stream, &config, &wrong) }.unwrap_err();
     assert_eq!(error.to_string(), "parameter 2 of kernel arguments has 4 bytes and was given 8");
-    // SAFETY: as above: no device has so many threads in a block.
+    // SAFETY: as above. The launch fails, since no device runs 4096 threads in a block.
     let error = unsafe { arguments.launch(&stream, &LaunchConfig::new(1, 4096), &given) }.unwrap_err();
     assert!(
         error.to_string().starts_with("cuLaunchKernelEx failed: CUDA_ERROR_INVALID_VALUE (1)"),

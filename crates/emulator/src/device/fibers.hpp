@@ -74,7 +74,7 @@ struct checks {
     void (*begin_block)(const void* shared);
     void (*end_thread)();
     void (*weak)(const void* at, size_t pc, unsigned what);
-    // From here to `leave` nobody else accesses the place.
+    // No other thread accesses the place between `enter` and `leave`.
     void* (*enter)(const void* at, size_t pc, unsigned what, unsigned bytes);
     void (*leave)(void* entered);
     void (*fence)(unsigned scope);
@@ -317,7 +317,8 @@ RUNTIME void report_fault(int signal, siginfo_t* fault, void* context) {
             fault->si_addr, b.x, b.y, b.z, t.x, t.y, t.z, at);
 }
 
-// From fiber to fiber in the order in which they run: 1, or any number that comes to all of them if there is a seed for it.
+// The step from a fiber to the next one in the order in which they run: 1 without a seed. With a seed it is a number whose multiples
+// reach all fibers.
 RUNTIME unsigned step_of(const launch& l, unsigned threads) {
     const char* seed = getenv("ANTIPHON_EMULATOR_SEED");
     if (!seed) return 1;

@@ -1,6 +1,6 @@
 //! Checks of the order of accesses: every access of a kernel is seen, and two that PTX's memory model does not order are reported.
 //!
-//! `ANTIPHON_EMULATOR_RACES=first` reports the first race and ends the process; `all` reports each pair of places once. docs/emulator.md has
+//! `ANTIPHON_EMULATOR_RACES=first` reports the first race and ends the process; `all` reports each pair of places once. docs/design/emulator.md has
 //! the model as a table.
 //!
 //! | file | part |

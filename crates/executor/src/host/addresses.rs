@@ -141,7 +141,7 @@ impl Slice {
             let whole = from_stride == len && to_stride == len;
             let (times, len) = if whole { (1, chunks * len) } else { (chunks, len) };
             for at in 0..times {
-                // SAFETY: both ends hold so many chunks: the tensors were found to be as long as the plan's buffers, and
+                // SAFETY: both ends hold `chunks` chunks: the tensors were found to be as long as the plan's buffers, and
                 // the workspace has room for them. No other rank touches this rank's tensors and staging now.
                 unsafe {
                     std::ptr::copy(from.wrapping_add(at * from_stride), to.wrapping_add(at * to_stride), len)

@@ -13,7 +13,7 @@ const COUNTS: usize = 128;
 const LINE: usize = 64;
 
 impl SyncArea {
-    /// Room for so many channels on every rank. All ranks call it together.
+    /// Allocates room for `channels` channels on every rank. All ranks call it together.
     pub(super) fn new(comm: &Communicator, channels: usize) -> Result<Self, FabricError> {
         let bytes = channels.checked_mul(LINE).and_then(|bytes| bytes.checked_add(COUNTS));
         comm.create_shared_buffer(bytes.unwrap_or(usize::MAX)).map(Self)

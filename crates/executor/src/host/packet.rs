@@ -38,7 +38,7 @@ unsafe fn word<'a>(packets: *const u8, at: usize) -> &'a AtomicU64 {
     unsafe { &*packets.cast::<AtomicU64>().add(at) }
 }
 
-/// The words of so many bytes.
+/// The words that `len` bytes take.
 fn words(kind: PacketKind, len: usize) -> usize {
     len.div_ceil(kind.payload()) * (kind.payload() / DATA)
 }
@@ -67,7 +67,7 @@ pub(super) unsafe fn pack(kind: PacketKind, from: *const u8, to: *mut u8, len: u
     }
 }
 
-/// Reads packets as bytes; if one is not there, says where it is missing: so many bytes of the area behind `from`.
+/// Reads packets as bytes. If a packet is not there yet, the error is its offset in bytes from `from`.
 ///
 /// # Safety
 /// `from` is the beginning of a packet, and as many follow as `len` bytes need; `to` is valid for writing them.

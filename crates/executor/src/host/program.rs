@@ -52,7 +52,7 @@ pub(super) enum Step {
     Acquire(Vec<usize>),
     /// Adds one to each semaphore.
     Release(Vec<usize>),
-    /// The next `steps` steps so many times, each time on `unit` bytes.
+    /// Does the next `steps` steps `iterations` times, each time on `unit` bytes.
     Loop { iterations: u64, unit: usize, steps: usize },
     /// Bytes move.
     Data { frame: Frame, work: Work },

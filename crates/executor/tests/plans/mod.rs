@@ -154,7 +154,7 @@ pub fn ring_all_gather(ranks: u32) -> Result<Plan> {
     let program = Program::new("ring_all_gather", &Collective::all_gather(ranks, 2), Options::default());
     let next = |rank: u32| (rank + 1) % ranks;
     let (mut ports, mut back): (Vec<PortChannel>, Vec<PortChannel>) = (Vec::new(), Vec::new());
-    // Of two ranks, the first channel each way is rank 0's, and the second rank 1's.
+    // With two ranks, the first channel in each direction is rank 0's, and the second is rank 1's.
     for rank in 0..ranks {
         ports.push(program.port_channel(next(rank), rank)?);
         back.push(program.port_channel(rank, next(rank))?);

@@ -8,7 +8,7 @@ mod messages;
 mod monitor;
 mod objects;
 mod queue;
-mod shrink;
+pub(crate) mod shrink;
 mod split;
 
 use std::{

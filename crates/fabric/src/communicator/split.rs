@@ -62,7 +62,7 @@ impl Communicator {
         Ok(group.expect("every rank is on a node"))
     }
 
-    /// The ranks that have this rank's place on their nodes, one of each node that has so many; every rank calls it.
+    /// The group of the ranks that have this rank's place on their nodes: one rank of each node that has that place. Every rank calls it.
     ///
     /// # Errors
     /// As [`split`](Self::split).

@@ -23,7 +23,7 @@ use super::Endpoint;
 #[cfg(not(loom))]
 use super::witness::Witness;
 use crate::{
-    FabricError, Members, Signature,
+    FabricError, Members, Nodes, Signature,
     engine::{Lost, Progress},
     error::Loss,
     layout::{LANES, Regions},
@@ -148,10 +148,15 @@ impl Health {
         }
     }
 
-    /// The health of a world of these ranks of this communicator, of which this rank is one.
-    pub(crate) fn of_survivors(&self, group: &[usize]) -> Self {
+    /// The health of a world of these ranks of this communicator, of which this rank is one; they are on these nodes.
+    pub(crate) fn of_survivors(&self, group: &[usize], nodes: &Nodes) -> Self {
         let rank = group.iter().position(|&member| member == self.rank).expect("it is one of them");
-        Self::of_world(rank, group.iter().map(|&member| self.peers[member].clone()).collect())
+        let peer = |(rank, &member): (usize, &usize)| {
+            let peer = self.peers[member].clone();
+            let remote = peer.remote.map(|remote| Remote { node: nodes.of(rank), ..remote });
+            Peer { remote, ..peer }
+        };
+        Self::of_world(rank, group.iter().enumerate().map(peer).collect())
     }
 
     /// The health of a group that consists of these ranks of `parent`; this rank is `rank` of them.
@@ -330,6 +335,11 @@ impl Health {
     pub(crate) fn is_gone(&self, regions: &Regions, rank: usize) -> bool {
         rank < self.peers.len()
             && (regions.control(rank).has_departed() || self.loss(regions, rank).is_some())
+    }
+
+    /// Whether the process of a rank is lost. What it had said to this rank before is there.
+    pub(crate) fn has_lost(&self, rank: usize) -> bool {
+        self.peers[rank].loss().is_some()
     }
 
     /// How the process of a rank was lost, if it was. One that has said that it leaves is waited for until that counts: what it sent before

@@ -117,7 +117,9 @@ impl Endpoint {
     /// Says that this rank is gone for good.
     pub(crate) fn depart(&self) {
         self.health.depart(&self.regions);
-        self.tell(Word::Departed);
+        if let Some(links) = &self.links {
+            links.depart();
+        }
     }
 
     /// Marks a round in which this rank gave up, after it has [reported](Self::report) why.
@@ -156,6 +158,9 @@ impl Endpoint {
         missing: &impl Fn() -> Vec<usize>,
         waited: Duration,
     ) {
+        if let Some(links) = &self.links {
+            links.forget_rails(|mate| self.health.is_gone(&self.regions, mate));
+        }
         #[cfg(not(loom))]
         self.entry.note(operation, waited, &missing());
         self.health.answer(&self.regions, operation, missing, waited);

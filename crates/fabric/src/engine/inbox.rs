@@ -100,7 +100,7 @@ impl Landing {
 }
 
 impl Inbox {
-    /// An inbox for the messages of so many peers.
+    /// An inbox for the messages of `peers` peers.
     pub(super) fn new(peers: usize) -> Self {
         Self {
             key: OnceLock::new(),

@@ -1,6 +1,5 @@
 //! Loom explores what the callers and the thread of [`Progress`](super::Progress) share, by the very code of production: the thread's steps,
-//! [`Shared::hand_over`], and [`Flight`]. The engine is a small one of loom's parts. Each rule but that of flights is also
-//! broken on purpose, and must be caught.
+//! [`Shared::hand_over`], and [`Flight`]. The engine is a small one of loom's parts. Each rule is also broken on purpose, and must be caught.
 //!
 //! A sleep of the thread has no limit here: whoever is not woken is a deadlock, which loom reports. Naps are real ones at the
 //! [`Doorbell`](antiphon_device::host::wait::Doorbell), which end by themselves.
@@ -61,7 +60,7 @@ impl Small {
         self.changed.notify_all();
     }
 
-    /// A caller that sleeps until so many messages were moved.
+    /// Sleeps until `count` messages have been moved.
     fn wait_for(&self, count: u32) {
         let mut moved = self.moved.lock().unwrap();
         while *moved < count {
@@ -218,10 +217,10 @@ fn a_message_for_a_sleeper_is_moved_whoever_spins() {
     });
 }
 
-/// A caller refills a buffer as soon as its flight is complete, while the thread reads it for two sends.
-#[test]
-fn a_buffer_is_refilled_after_it_was_read() {
-    explore(None, || {
+/// A caller refills a buffer as soon as its flight is complete, while the thread reads it for two sends. An engine that is broken says
+/// that a send has read the buffer before it does.
+fn refills(finishes_early: bool) {
+    explore(None, move || {
         let flight = Arc::new(Flight::default());
         let buffer = Arc::new(UnsafeCell::new(1u64));
         let lock = Arc::new(Mutex::new(0u32));
@@ -233,18 +232,38 @@ fn a_buffer_is_refilled_after_it_was_read() {
         let (theirs, read, engine) = (flight.clone(), buffer.clone(), lock.clone());
         let moves = thread::spawn(move || {
             for _ in 0..2 {
+                let read = || {
+                    // SAFETY: loom reports a write at the same time.
+                    assert_eq!(read.with(|value| unsafe { *value }), 1);
+                };
                 let mut sends = engine.lock().unwrap();
-                // SAFETY: loom reports a write at the same time.
-                assert_eq!(read.with(|value| unsafe { *value }), 1);
                 *sends -= 1;
-                theirs.finish();
+                if finishes_early {
+                    theirs.finish();
+                    read();
+                } else {
+                    read();
+                    theirs.finish();
+                }
             }
         });
-        if flight.is_complete() {
-            // SAFETY: likewise.
-            buffer.with_mut(|value| unsafe { *value = 2 });
+        // One look would not do: loom forgets it when the thread itself loads the counter, and tries no other order.
+        while !flight.is_complete() {
+            thread::yield_now();
         }
+        // SAFETY: likewise.
+        buffer.with_mut(|value| unsafe { *value = 2 });
         moves.join().unwrap();
-        assert!(flight.is_complete());
     });
+}
+
+#[test]
+fn a_buffer_is_refilled_after_it_was_read() {
+    refills(false);
+}
+
+#[test]
+#[should_panic(expected = "Concurrent")]
+fn a_send_that_is_complete_before_it_has_read_is_caught() {
+    refills(true);
 }

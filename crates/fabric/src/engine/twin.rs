@@ -11,8 +11,8 @@ use antiphon_device::sync::{AtomicU32, AtomicU64, Mutex, Ordering};
 use super::{Engine, EngineError, Flight, Inbox, Lost, Message, owner::Owner};
 use crate::endpoint::nanoseconds;
 
-/// Payloads of up to so many bytes are copied when they are sent. Longer ones are read when they arrive, as real engines do: a
-/// sender that writes its buffer too early is noticed.
+/// The bytes of the longest payload that is copied when it is sent. Longer payloads are read when they arrive, as real engines do: so
+/// a test notices a sender that writes its buffer too early.
 const EAGER: usize = 4096;
 
 /// How an address of a twin begins.
@@ -104,7 +104,7 @@ enum Payload {
 unsafe impl Send for Parcel {}
 
 impl Twin {
-    /// A network and the engines of so many peers, in the order of their numbers.
+    /// A network and the engines of its `peers` peers, in the order of their numbers.
     pub fn network(peers: usize) -> (Network, Vec<Self>) {
         let end = || End {
             moving: Mutex::default(),

@@ -204,7 +204,7 @@ pub(super) enum Programmatic {
 }
 
 impl Programmatic {
-    /// From Hopper on; in graphs since CUDA 12.3.
+    /// When a kernel may begin before the kernel ahead has ended: from Hopper on, and in graphs since CUDA 12.3.
     fn of(capability: (u32, u32), driver: CudaVersion) -> Self {
         match capability {
             (..9, _) => Self::Never,

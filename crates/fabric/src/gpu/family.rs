@@ -89,7 +89,7 @@ pub trait Family: Copy + Eq + fmt::Debug + Send + 'static {
         0
     }
 
-    /// A launch of so many blocks of [`threads`](Self::threads), with [`shared_bytes`](Self::shared_bytes).
+    /// A launch of `blocks` blocks of [`threads`](Self::threads), with [`shared_bytes`](Self::shared_bytes).
     fn blocks(&self, blocks: u32, world_size: usize) -> LaunchConfig {
         LaunchConfig::new(blocks, self.threads()).shared_bytes(self.shared_bytes(world_size))
     }
@@ -225,8 +225,8 @@ impl<F: Family> Loaded<F> {
     }
 }
 
-/// How many blocks of a grid each multiprocessor runs, of which so many fit at once, and the share of it that they take; none if
-/// fewer fit than a grid needs.
+/// The blocks of a grid that each multiprocessor runs, and the share of the multiprocessor that they take. `fitting` blocks fit at
+/// once; the result is `None` if these are fewer than `least`, which a grid needs.
 fn room_for(least: u32, most: u32, fitting: u32) -> Option<(u32, Share)> {
     match fitting {
         _ if fitting / 2 >= least => Some((most.min(fitting / 2), Share::Half)),

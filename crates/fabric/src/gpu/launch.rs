@@ -94,8 +94,8 @@ pub enum Grid {
     Items(usize),
     /// Items of each peer, where a block serves one peer.
     ItemsByPeer(usize),
-    /// As the family says; at most as many blocks as its kernels are compiled for, in a stream with
-    /// [so many](Tenant::multiprocessors_here) multiprocessors.
+    /// The grid that the family names. It has at most as many blocks as the family's kernels are compiled for, in a stream that has
+    /// [`multiprocessors_here`](Tenant::multiprocessors_here) multiprocessors.
     Exact {
         /// The blocks, at most 640, and their threads.
         config: LaunchConfig,
@@ -105,7 +105,7 @@ pub enum Grid {
 }
 
 impl Grid {
-    /// How many blocks there are if each of so many multiprocessors runs `resident` of them, for one of `channels`; and whether
+    /// The grid of one of `channels` channels if each of `multiprocessors` multiprocessors runs `resident` blocks; and whether
     /// half of what runs at once is left free.
     #[inline]
     fn config(self, resident: u32, multiprocessors: u32, channels: u32, peers: u32) -> (LaunchConfig, bool) {
@@ -208,7 +208,7 @@ impl SideStream {
 }
 
 impl Tenant {
-    /// Runs a call in pieces: `launch(start, len, channels)` says what to launch for each, where so many channels work at once.
+    /// Runs a call in pieces. `launch(start, len, channels)` returns what to launch for a piece, while `channels` channels work at once.
     /// Several pieces go through both channels in turn. A call of nothing launches nothing.
     ///
     /// # Errors
@@ -263,7 +263,7 @@ impl Tenant {
         })
     }
 
-    /// Launches a kernel in one of so many channels.
+    /// Launches a kernel in one of `channels` channels.
     ///
     /// # Safety
     /// As [`run`](Self::run).

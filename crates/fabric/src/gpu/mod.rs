@@ -2,7 +2,7 @@
 //!
 //! Higher crates define *families* of kernels. This module compiles them, enqueues them in streams, and ends them when a peer is
 //! lost. All families include slots.cuh ([`SLOTS`]), which transports data that shows by itself whether it has arrived;
-//! docs/cuda.md explains it.
+//! docs/design/cuda.md explains it.
 //!
 //! * A [`Family`] is a program: its sources, its kernels, the macros that distinguish its variants, and the kernels' arguments.
 //! * A [`Tenant`] is one user of a communicator's GPUs, with memory and an order of calls of its own. Its
@@ -66,7 +66,7 @@
 //! }
 //!
 //! /// # Safety
-//! /// Both addresses have so many bytes, a multiple of 16, until the stream has passed this call.
+//! /// Both addresses are valid for `bytes` bytes, a multiple of 16, until the stream has passed this call.
 //! unsafe fn rotate(
 //!     tenant: &Tenant,
 //!     [input, output]: [DevicePointer; 2],

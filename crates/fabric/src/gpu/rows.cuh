@@ -48,7 +48,7 @@ DEVICE bool collect_rows(reader& r, const u32 (&at)[COUNT], const u32 (&peers)[C
     });
 }
 
-// A warp's share of rows, where so many blocks share them.
+// A warp's share of rows that `blocks` blocks divide.
 struct rows {
     u32 first, step;
 };

@@ -24,7 +24,8 @@ pub(super) struct Staging {
 }
 
 impl Staging {
-    /// The largest lanes such that all of them, in so many channels, fit so much memory; none for less than [`LEAST_BYTES`].
+    /// The staging with the largest lanes such that the lanes of all `channels` channels fit `staging_bytes`; `None` for less than
+    /// [`LEAST_BYTES`].
     pub(super) fn within(staging_bytes: usize, world_size: usize, channels: usize) -> Option<Self> {
         let lanes = channels * SLOTS * 2 * world_size;
         let others = Self { world_size, channels, lane_stride: 0 }.arena_bytes();

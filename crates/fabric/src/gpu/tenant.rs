@@ -105,7 +105,7 @@ impl Tenant {
         Self::with(comm, context, (staging_bytes, 1), 0)
     }
 
-    /// As [`new`](Self::new), with a region of so many bytes besides, in each rank's arena: memory that calls use as they like.
+    /// As [`new`](Self::new), with a further region of `region_bytes` bytes in each rank's arena, which calls may use in any way.
     ///
     /// # Errors
     /// As [`new`](Self::new).

@@ -119,7 +119,7 @@ impl Watch {
         self.lost.get()
     }
 
-    /// From now on this happens when a kernel gives up.
+    /// Sets the action that is taken when a kernel gives up.
     pub(super) fn on_failure(&self, action: OnFailure) {
         *self.on_failure.lock().unwrap_or_else(PoisonError::into_inner) = action;
     }

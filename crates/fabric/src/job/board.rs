@@ -84,7 +84,7 @@ impl Board {
 
     fn word(&self, index: usize) -> &AtomicU64 {
         assert!(index < BYTES / 8);
-        // SAFETY: the memory has so many words, begins with a page, and is read and written as atomics alone.
+        // SAFETY: the memory has `BYTES / 8` words, begins with a page, and is read and written as atomics alone.
         unsafe { &*self.memory.base().as_ptr().cast::<AtomicU64>().add(index) }
     }
 }

@@ -5,10 +5,11 @@ use std::{
     sync::{MutexGuard, PoisonError},
 };
 
-use antiphon_device::sync::Mutex;
+use antiphon_device::sync::{Mutex, Ordering};
 
 use super::{KIND_BITS, Kind, Word};
 use crate::{
+    communicator::shrink::Said,
     engine::{Message, Receiver},
     layout::{BODY, LANES, MESSAGE_BELL, RING, Regions},
     nodes::Nodes,
@@ -32,6 +33,10 @@ struct State {
     pending: Vec<Pending>,
     /// The number of the last word of each sender that counts.
     numbers: Vec<u64>,
+    /// The number of the newest notice of each sender.
+    notices: Vec<u64>,
+    /// The ranks of this node that are gone: what they would have taken does not come.
+    gone: Vec<usize>,
 }
 
 /// How much of a packet is there.
@@ -41,7 +46,8 @@ struct Gathered {
     bytes: u64,
 }
 
-/// A word that counts once the words before it do, and its rank's posts up to these rounds are there, and so many packets.
+/// A word that takes effect once the words before it have, its rank's posts up to the rounds `posted` have arrived, and so have `sent`
+/// packets.
 struct Pending {
     sender: usize,
     word: Word,
@@ -59,6 +65,8 @@ impl Mirror {
             received: vec![0; world_size],
             pending: Vec::new(),
             numbers: vec![0; world_size],
+            notices: vec![0; world_size],
+            gone: Vec::new(),
         };
         Self { rank, regions, node: nodes.of(rank), nodes, state: Mutex::new(state) }
     }
@@ -118,6 +126,21 @@ impl Mirror {
         self.regions.control(self.rank).bells[MESSAGE_BELL].0.ring();
     }
 
+    /// Notes what a rank says that shrinks the communicator. Notices come in any order: the newest holds, and a loss is never taken back.
+    fn notice(&self, state: &mut State, sender: usize, message: &Message) {
+        let [number, said @ .., lost, _] = message.words;
+        let lost = usize::try_from(lost).ok().and_then(|lost| lost.checked_sub(1));
+        if let Some(lost) = lost.filter(|&lost| lost < self.nodes.world_size()) {
+            self.regions.loss(sender, lost).store(1, Ordering::Release);
+        }
+        if number > state.notices[sender] {
+            state.notices[sender] = number;
+            self.regions.control(sender).notice.0.say(Said::decode(said));
+        }
+        self.regions.count_notice(sender);
+        self.regions.control(self.rank).bells[0].0.ring();
+    }
+
     fn ring(&self, bells: std::ops::Range<usize>) {
         for &rank in self.nodes.ranks(self.node) {
             for bell in bells.clone() {
@@ -133,7 +156,7 @@ impl Mirror {
             state.numbers[sender] = number;
             let control = self.regions.control(sender);
             match word {
-                Word::Departed => control.depart(),
+                Word::Departed { .. } => control.depart(),
                 Word::Fault(fault) => control.say_fault(fault),
                 Word::FaultInGroup(fault) => control.say_fault_in_group(fault),
                 Word::GivenUp { lane, round } => self.regions.given_up(lane).mark(round),
@@ -150,7 +173,17 @@ impl Mirror {
         };
         pending.number == state.numbers[pending.sender] + 1
             && pending.sent <= state.received[pending.sender]
-            && (0..LANES).all(has_posted)
+            && (state.gone.contains(&self.nodes.rail(pending.sender, self.node))
+                || (0..LANES).all(has_posted))
+    }
+
+    /// Lets words count that wait for what this rank of the node would have taken, as it is gone.
+    pub(crate) fn forget_rail(&self, mate: usize) {
+        let mut state = self.lock();
+        if !state.gone.contains(&mate) {
+            state.gone.push(mate);
+            self.apply_words(&mut state);
+        }
     }
 }
 
@@ -175,12 +208,14 @@ unsafe impl Receiver for Mirror {
             Some(Kind::Post) => self.post(&mut state, sender, message, len),
             Some(Kind::Packet) => self.packet(&mut state, sender, message, len),
             Some(Kind::Consumed) => self.consumed(sender, message),
+            Some(Kind::Notice) => self.notice(&mut state, sender, message),
             Some(Kind::Word) => {
                 let [both, value, posted @ .., sent] = message.words;
                 let (kind, number) = (both & ((1 << KIND_BITS) - 1), both >> KIND_BITS);
                 if let Some(word) = Word::decode(kind, value) {
-                    if word == Word::Departed {
-                        self.regions.note_leaving(sender);
+                    if let Word::Departed { notices } = word {
+                        self.regions.note_leaving(sender, notices);
+                        self.regions.control(self.rank).bells[0].0.ring();
                     }
                     state.pending.push(Pending { sender, word, number, posted, sent });
                 }

@@ -14,7 +14,10 @@
 //! A *packet* of a ring of messages goes straight to the process of its receiver, which says what it has consumed.
 //!
 //! A *word* (a departure, the reason of a failure) goes to each remote process, because the rail to a node may be gone. It says which rounds
-//! its rank had posted, and how many packets it had sent to this process; it counts once these are there.
+//! its rank had posted, and how many packets it had sent to this process; it counts once these are there. It does not wait for posts that were
+//! lost with the rank that takes them for this node.
+//!
+//! A *notice* (what a rank says that shrinks its communicator) goes to each remote process too, and counts at once, unless a newer one did.
 
 mod mirror;
 #[cfg(all(test, not(loom)))]
@@ -36,6 +39,7 @@ pub use written::Written;
 
 use crate::{
     FabricError,
+    communicator::shrink::Said,
     engine::{Flight, Message, Progress},
     layout::{LANES, RING, RING_BODY, Regions},
     nodes::Nodes,
@@ -63,19 +67,22 @@ enum Kind {
     Packet = 3,
     /// How many packets of a ring are consumed.
     Consumed = 4,
+    /// What a rank says that shrinks its communicator.
+    Notice = 5,
 }
 
 impl Kind {
     fn decode(number: u32) -> Option<Self> {
-        [Self::Post, Self::Word, Self::Packet, Self::Consumed].into_iter().find(|&kind| kind as u32 == number)
+        let all = [Self::Post, Self::Word, Self::Packet, Self::Consumed, Self::Notice];
+        all.into_iter().find(|&kind| kind as u32 == number)
     }
 }
 
 /// The facts that a rank announces to all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Word {
-    /// It has dropped its communicator.
-    Departed,
+    /// It has dropped its communicator, and had sent so many notices to each rank.
+    Departed { notices: u64 },
     /// Why it gave up; see `health`.
     Fault(u64),
     /// Why it gave up in a group.
@@ -88,7 +95,7 @@ impl Word {
     /// Its kind and its value.
     fn encode(self) -> (usize, u64) {
         match self {
-            Self::Departed => (0, 0),
+            Self::Departed { notices } => (0, notices),
             Self::Fault(fault) => (1, fault),
             Self::FaultInGroup(fault) => (2, fault),
             Self::GivenUp { lane, round } => (3 + lane, round),
@@ -97,7 +104,7 @@ impl Word {
 
     fn decode(kind: u64, value: u64) -> Option<Self> {
         Some(match usize::try_from(kind).ok()? {
-            0 => Self::Departed,
+            0 => Self::Departed { notices: value },
             1 => Self::Fault(value),
             2 => Self::FaultInGroup(value),
             kind if kind < 3 + LANES => Self::GivenUp { lane: kind - 3, round: value },
@@ -120,6 +127,7 @@ const _: () = assert!(RING_BODY <= PIECE, "a packet of a ring is one message");
 /// One rank's links to the ranks of other nodes, in one communicator.
 pub(crate) struct Links {
     progress: Arc<Progress>,
+    mirror: Arc<Mirror>,
     /// The communicator's number, equal on all ranks.
     communicator: u64,
     rank: usize,
@@ -137,6 +145,8 @@ pub(crate) struct Links {
     posted: [AtomicU64; LANES],
     /// The number of the last word.
     words: Mutex<u64>,
+    /// The number of the last notice.
+    notices: Mutex<u64>,
     /// The process that this is of: in a forked child nothing moves.
     owner: u32,
 }
@@ -152,10 +162,8 @@ impl Links {
         peers: Vec<usize>,
         regions: Regions,
     ) -> Self {
-        progress
-            .engine()
-            .inbox()
-            .register(communicator, Arc::new(Mirror::new(rank, nodes.clone(), regions.clone())));
+        let mirror = Arc::new(Mirror::new(rank, nodes.clone(), regions.clone()));
+        progress.engine().inbox().register(communicator, mirror.clone());
         let own = nodes.of(rank);
         let rails =
             (0..nodes.count()).filter(|&node| node != own).map(|node| nodes.rail(rank, node)).collect();
@@ -163,6 +171,7 @@ impl Links {
         let ring = |peer| (!nodes.share_memory(rank, peer)).then(Ring::default);
         Self {
             rings: (0..nodes.world_size()).map(ring).collect(),
+            mirror,
             progress,
             communicator,
             rank,
@@ -173,6 +182,7 @@ impl Links {
             flights,
             posted: std::array::from_fn(|_| AtomicU64::new(0)),
             words: Mutex::new(0),
+            notices: Mutex::new(0),
             owner: std::process::id(),
         }
     }
@@ -199,23 +209,24 @@ impl Links {
         Self::new(self.progress.clone(), number, rank, nodes, peers, regions)
     }
 
-    /// Sends a packet of this rank to all other nodes, which get it as a whole.
+    /// Sends a packet of this rank to all other nodes; `written` says what of it is for each of them.
     pub(crate) fn post(
         &self,
         lane: usize,
         round: u64,
         words: [u64; 2],
-        written: &Written,
+        written: impl Fn(usize) -> Written,
     ) -> Result<(), FabricError> {
         let parity = (round % 2) as usize;
-        let payload = self.regions.mailbox(self.rank, lane, parity).payload(written.len());
         let flight = &self.flights[lane][parity];
-        let total = written.total() as u64;
         self.posted[lane].store(round, Ordering::Relaxed);
-        let words = [(2 * lane + parity) as u64, round, words[0], words[1], total];
-        let message = |start: usize| self.message(Kind::Post, payload.wrapping_add(start), words);
         for &rail in &self.rails {
             let peer = self.peers[rail];
+            let written = written(self.nodes.of(rail));
+            let payload = self.regions.mailbox(self.rank, lane, parity).payload(written.len());
+            let total = written.total() as u64;
+            let words = [(2 * lane + parity) as u64, round, words[0], words[1], total];
+            let message = |start: usize| self.message(Kind::Post, payload.wrapping_add(start), words);
             if total == 0 {
                 self.progress.engine().tell(peer, &message(0))?;
             }
@@ -328,9 +339,47 @@ impl Links {
         }
     }
 
+    /// Tells all ranks of other nodes that this rank has dropped its communicator.
+    pub(crate) fn depart(&self) {
+        let notices = *self.notices.lock().unwrap_or_else(PoisonError::into_inner);
+        self.tell(Word::Departed { notices });
+    }
+
+    /// Tells all ranks of other nodes what this rank says, and whom it has lost. It waits for nothing else: what a word waits for may have been
+    /// lost with a rank.
+    pub(crate) fn tell_notice(&self, said: Said, lost: Option<usize>) {
+        let mut number = self.notices.lock().unwrap_or_else(PoisonError::into_inner);
+        *number += 1;
+        let [state, decided] = said.encode();
+        let lost = lost.map_or(0, |rank| rank as u64 + 1);
+        for rank in self.nodes.elsewhere(self.rank) {
+            // As in `tell`.
+            let _ = self.tell_one(rank, Kind::Notice, [*number, state, decided, lost, 0]);
+        }
+    }
+
+    /// The communicator's number.
+    pub(crate) fn communicator(&self) -> u64 {
+        self.communicator
+    }
+
     /// The ranks of other nodes to which this rank's posts go.
     pub(crate) fn rails(&self) -> &[usize] {
         &self.rails
+    }
+
+    /// The rank of this node that takes what a rank of another node posts, if it is one.
+    pub(crate) fn rail_from(&self, rank: usize) -> Option<usize> {
+        let node = self.nodes.of(self.rank);
+        (self.nodes.of(rank) != node).then(|| self.nodes.rail(rank, node))
+    }
+
+    /// Lets words count that wait for posts which ranks of this node would have taken that are gone.
+    pub(crate) fn forget_rails(&self, is_gone: impl Fn(usize) -> bool) {
+        let mates = self.nodes.ranks(self.nodes.of(self.rank)).iter().copied();
+        mates
+            .filter(|&mate| mate != self.rank && is_gone(mate))
+            .for_each(|mate| self.mirror.forget_rail(mate));
     }
 
     /// Moves messages.

@@ -7,7 +7,7 @@ use std::ops::Range;
 /// ```
 /// use antiphon_fabric::Written;
 ///
-/// // Of a payload of 100 bytes, all but those from 40 to 60, which no other rank reads.
+/// // All bytes of a payload of 100 bytes but those from 40 to 60, which no other rank reads.
 /// let written = Written::nothing(100).and(0..40).and(60..100);
 /// assert_eq!(written.total(), 80);
 /// assert_eq!(Written::all(8).total(), 8);

@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol; ranks of different versions refuse each other.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 /// The longest payload, in bytes: the cards of hundreds of ranks with hundreds of cores each.
 pub const MAX_PAYLOAD: usize = 1 << 20;
 
@@ -107,7 +107,9 @@ pub enum Frame {
         cards: Vec<Card>,
         /// The ranks whose process handles come beside this frame: one for each process but the receiver's own.
         handles: Vec<usize>,
-        /// Over both nonces, the cards and the handles' ranks.
+        /// What rank 0 has drawn for this world: worlds with the same secret and the same cards differ in it.
+        random: Nonce,
+        /// Over both nonces, the cards, the handles' ranks and what rank 0 has drawn.
         proof: Proof,
     },
 }
@@ -221,7 +223,12 @@ mod tests {
             Frame::Ask { nonce: "aa".into() },
             noted(),
             Frame::Refusal { reason: "no".into(), retry: true, missing: vec![1] },
-            Frame::Welcome { cards: vec![card(); 64], handles: vec![0, 3], proof: "cc".into() },
+            Frame::Welcome {
+                cards: vec![card(); 64],
+                handles: vec![0, 3],
+                random: "dd".into(),
+                proof: "cc".into(),
+            },
         ]
     }
 

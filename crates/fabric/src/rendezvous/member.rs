@@ -12,14 +12,14 @@ use rustix::io::Errno;
 use super::{
     Address, Met, PATIENCE, RETRY, RendezvousError, TICK, Ticket, TurnedAway, Watch,
     connection::{Connection, Ended},
-    frame::{Card, Frame},
+    frame::{Card, Frame, Nonce},
     secret::random_hex,
 };
 
 /// How much longer than its own deadline a rank that has joined waits for rank 0's list of missing ranks.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// Joins rank 0, which shares so many bytes of memory, or none.
+/// Joins rank 0, which shares `bytes` bytes of memory, or none.
 pub(super) fn join(
     ticket: &Ticket,
     card: Card,
@@ -57,6 +57,7 @@ struct Welcome {
     /// The ranks whose handles follow the memory among the descriptors.
     handles: Vec<usize>,
     descriptors: Vec<OwnedFd>,
+    random: Nonce,
 }
 
 impl Welcome {
@@ -69,7 +70,8 @@ impl Welcome {
         let memory = bytes.map(&mut map).transpose()?;
         let watches = descriptors.map(|handle| Arc::new(ProcessWatch::from(handle)));
         let handles = self.handles.into_iter().zip(watches).collect();
-        Ok(Met { processes: super::processes(&self.cards, handles), cards: self.cards, memory })
+        let processes = super::processes(&self.cards, handles);
+        Ok(Met { processes, cards: self.cards, memory, random: self.random })
     }
 }
 
@@ -152,14 +154,14 @@ impl Member<'_> {
                     let rank = self.card.rank;
                     return Err(RendezvousError::Refused { rank, address: self.address(), reason });
                 }
-                Ok(Some(Frame::Welcome { cards, handles, proof })) => {
-                    let said = (&cards[..], &handles[..]);
+                Ok(Some(Frame::Welcome { cards, handles, random, proof })) => {
+                    let said = (&cards[..], &handles[..], &random);
                     let theirs = theirs.unwrap_or_default();
                     let descriptors = std::mem::take(&mut connection.descriptors);
                     let whole = descriptors.len() >= handles.len() + usize::from(self.shares)
                         && cards.len() == self.card.world_size;
                     return match self.ticket.secret.verify_welcome(&theirs, &mine, said, &proof) {
-                        true if whole => Ok(Some(Welcome { cards, handles, descriptors })),
+                        true if whole => Ok(Some(Welcome { cards, handles, descriptors, random })),
                         _ => Err(self.impostor("it does not know the secret".into())),
                     };
                 }

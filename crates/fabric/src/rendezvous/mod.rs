@@ -228,6 +228,8 @@ struct Met {
     processes: Vec<Option<Arc<ProcessWatch>>>,
     /// Mapped by all ranks, if they were to share any.
     memory: Option<SharedMemory>,
+    /// What rank 0 has drawn for this meeting.
+    random: frame::Nonce,
 }
 
 /// Asked now and then while ranks meet: an error ends the meeting.
@@ -241,7 +243,7 @@ pub(crate) fn meet(
     timeout: Duration,
     watch: Watch<'_>,
 ) -> Result<Meeting, RendezvousError> {
-    let Met { cards, processes, memory } = meet_at(ticket, card, Some(bytes), timeout, watch)?;
+    let Met { cards, processes, memory, .. } = meet_at(ticket, card, Some(bytes), timeout, watch)?;
     let memory = memory.expect("it was asked for");
     Ok(Meeting { nodes: Nodes::one(cards.len()), cards, processes, memory, key: None })
 }
@@ -259,7 +261,7 @@ fn meet_at(
     }
     if card.world_size == 1 {
         let memory = bytes.map(SharedMemory::create).transpose()?.map(|(memory, _)| memory);
-        return Ok(Met { cards: vec![card], processes: vec![None], memory });
+        return Ok(Met { cards: vec![card], processes: vec![None], memory, random: random_hex() });
     }
     ticket.address.check()?;
     if card.rank == 0 {

@@ -15,7 +15,7 @@ use antiphon_device::host::{
 
 use super::{
     Address, Card, Exchange, Met, Place, RendezvousError, Secret, Ticket, Watch, exchange::exchange_cards,
-    meet_at, secret::hex,
+    frame::Nonce, meet_at, secret::hex,
 };
 use crate::{engine::Key, nodes::Nodes};
 
@@ -42,8 +42,15 @@ pub(crate) fn meet_on_nodes(
     watch: Watch<'_>,
 ) -> Result<Meeting, RendezvousError> {
     let start = Instant::now();
-    let Met { cards, .. } = meet_at(ticket, card.clone(), None, timeout, watch)?;
-    share_on_nodes(&ticket.secret, cards, card, bytes, timeout.saturating_sub(start.elapsed()), watch)
+    let Met { cards, random, .. } = meet_at(ticket, card.clone(), None, timeout, watch)?;
+    share_on_nodes(
+        (&ticket.secret, &random),
+        cards,
+        card,
+        bytes,
+        timeout.saturating_sub(start.elapsed()),
+        watch,
+    )
 }
 
 /// As [`meet_on_nodes`], where a caller's exchange carries the cards.
@@ -56,12 +63,13 @@ pub(crate) fn meet_by_exchange(
     watch: Watch<'_>,
 ) -> Result<Meeting, RendezvousError> {
     let cards = exchange_cards(exchange, &card)?;
-    share_on_nodes(&ticket.secret, cards, card, bytes, timeout, watch)
+    // The secret itself was drawn for this meeting.
+    share_on_nodes((&ticket.secret, &Nonce::new()), cards, card, bytes, timeout, watch)
 }
 
-/// Meets the ranks of the same node, to share memory with them.
+/// Meets the ranks of the same node, to share memory with them, given the secret and what rank 0 has drawn.
 fn share_on_nodes(
-    secret: &Secret,
+    (secret, random): (&Secret, &Nonce),
     cards: Vec<Card>,
     card: Card,
     bytes: usize,
@@ -69,12 +77,15 @@ fn share_on_nodes(
     watch: Watch<'_>,
 ) -> Result<Meeting, RendezvousError> {
     let nodes = nodes(&cards)?;
-    let key = secret.derive("engine", &cards, 0)[..Key::LEN].try_into().map(Key::from_bytes);
+    let key = secret.derive("engine", random, &cards, 0)[..Key::LEN].try_into().map(Key::from_bytes);
     let node = nodes.of(card.rank);
     let mates = nodes.ranks(node);
     let local = Ticket {
-        address: Address::Abstract(format!("antiphon-{}", &hex(&secret.derive("name", &cards, node))[..32])),
-        secret: Secret::new(secret.derive("node", &cards, node)),
+        address: Address::Abstract(format!(
+            "antiphon-{}",
+            &hex(&secret.derive("name", random, &cards, node))[..32]
+        )),
+        secret: Secret::new(secret.derive("node", random, &cards, node)),
     };
     let rank = card.rank;
     let of_node = Card { rank: nodes.rank_in_node(rank), world_size: mates.len(), ..card };
@@ -177,6 +188,26 @@ mod tests {
         for part in ["\"a\"", "[0]", "x", "[2]", "z", "ANTIPHON_NODE"] {
             assert!(error.contains(part), "{error}");
         }
+    }
+
+    /// A message of an earlier world is not taken for one of this world, whoever has kept it.
+    #[test]
+    fn worlds_with_one_secret_and_the_same_cards_have_different_keys() {
+        let ticket = Ticket { secret: Secret::new("always the same"), ..Ticket::random() };
+        let key_of = |rank: usize| {
+            let card = Card { world_size: 2, ..card(rank, ["a", "b"][rank], "x", Ok(vec![])) };
+            let met = meet_on_nodes(&ticket, card, 4096, Duration::from_secs(20), &|| Ok(())).unwrap();
+            met.key.unwrap().to_bytes()
+        };
+        let keys_of_a_world = || {
+            std::thread::scope(|scope| {
+                let other = scope.spawn(|| key_of(1));
+                [key_of(0), other.join().unwrap()]
+            })
+        };
+        let [first, second] = [keys_of_a_world(), keys_of_a_world()];
+        assert_eq!((first[0], second[0]), (first[1], second[1]), "the ranks of a world have one key");
+        assert_ne!(first[0], second[0]);
     }
 
     #[test]

@@ -32,7 +32,7 @@ const ANSWER_TIME: Duration = Duration::from_millis(200);
 /// The longest time for which rank 0 tells the others that the meeting failed.
 const REFUSAL_TIME: Duration = Duration::from_secs(1);
 
-/// Awaits all ranks, and shares so many bytes of memory with them, or none.
+/// Awaits all ranks, and shares `bytes` bytes of memory with them, or none.
 pub(super) fn await_all(
     ticket: &Ticket,
     card: Card,
@@ -78,7 +78,7 @@ struct JoinedRank {
 
 struct Server<'a> {
     ticket: &'a Ticket,
-    /// By rank; rank 0 has joined from the start.
+    /// The ranks that have joined, indexed by rank. Rank 0 has joined from the start.
     ranks: Vec<Option<JoinedRank>>,
     world_size: usize,
     clients: Vec<Client>,
@@ -346,14 +346,16 @@ impl Server<'_> {
         let joined: Vec<JoinedRank> =
             std::mem::take(&mut self.ranks).into_iter().map(|s| s.expect("all ranks have joined")).collect();
         let cards: Vec<Card> = joined.iter().map(|rank| rank.card.clone()).collect();
+        let random = random_hex();
         let (memory, descriptor) = memory.unzip();
         let descriptor: Option<Arc<dyn AsFd>> = descriptor.map(|descriptor| Arc::new(descriptor) as _);
         self.clients.retain_mut(|client| {
             let Some((rank, nonce)) = &client.joined else { return false };
             let handles = descriptor.as_ref().map_or(Vec::new(), |_| handles_for(*rank, &joined));
             let (ranks, handles): (Vec<usize>, Vec<_>) = handles.into_iter().unzip();
-            let proof = self.ticket.secret.prove_welcome(&client.nonce, nonce, (&cards, &ranks));
-            let welcome = Frame::Welcome { cards: cards.clone(), handles: ranks, proof };
+            let proof = self.ticket.secret.prove_welcome(&client.nonce, nonce, (&cards, &ranks, &random));
+            let (cards, random) = (cards.clone(), random.clone());
+            let welcome = Frame::Welcome { cards, handles: ranks, random, proof };
             let handles = handles.into_iter().map(|handle| handle as Arc<dyn AsFd>);
             let descriptors: Vec<_> = descriptor.iter().cloned().chain(handles).collect();
             // The first barrier reports a rank that has died since.
@@ -367,7 +369,7 @@ impl Server<'_> {
             return Err(self.missing(unsent, Some(what.into())));
         }
         let processes = super::processes(&cards, handles_for(0, &joined));
-        Ok(Met { cards, processes, memory })
+        Ok(Met { cards, processes, memory, random })
     }
 }
 

@@ -53,8 +53,13 @@ impl Secret {
         unhex(proof).is_some_and(|p| self.mac("root", theirs, mine, &()).verify_slice(&p).is_ok())
     }
 
-    /// Rank 0's proof, over the cards and the ranks whose handles it sends.
-    pub(super) fn prove_welcome(&self, mine: &Nonce, theirs: &Nonce, said: (&[Card], &[usize])) -> Proof {
+    /// Rank 0's proof, over the cards, the ranks whose handles it sends and what it has drawn.
+    pub(super) fn prove_welcome(
+        &self,
+        mine: &Nonce,
+        theirs: &Nonce,
+        said: (&[Card], &[usize], &Nonce),
+    ) -> Proof {
         hex(&self.mac("welcome", mine, theirs, &said).finalize().into_bytes())
     }
 
@@ -62,16 +67,15 @@ impl Secret {
         &self,
         theirs: &Nonce,
         mine: &Nonce,
-        said: (&[Card], &[usize]),
+        said: (&[Card], &[usize], &Nonce),
         proof: &Proof,
     ) -> bool {
         unhex(proof).is_some_and(|p| self.mac("welcome", theirs, mine, &said).verify_slice(&p).is_ok())
     }
 
-    /// A word that only the ranks know which have these cards, for a purpose.
-    pub(super) fn derive(&self, purpose: &str, cards: &[Card], number: usize) -> [u8; 32] {
-        let nonce = Nonce::new();
-        self.mac(purpose, &nonce, &nonce, &(cards, number)).finalize().into_bytes().into()
+    /// A word that only the ranks know which have these cards and met when rank 0 drew `random`, for a purpose.
+    pub(super) fn derive(&self, purpose: &str, random: &Nonce, cards: &[Card], number: usize) -> [u8; 32] {
+        self.mac(purpose, random, &Nonce::new(), &(cards, number)).finalize().into_bytes().into()
     }
 
     /// Over the purpose, rank 0's nonce, the joiner's nonce and what is said, unambiguously serialised.
@@ -142,7 +146,7 @@ mod tests {
         assert!(!Secret::new("t").verify_join(&root, &joiner, &card, &proof));
         assert!(!secret.verify_join(&root, &joiner, &card, &"zz".to_string()));
         assert!(
-            !secret.verify_welcome(&root, &joiner, (&[card], &[]), &proof),
+            !secret.verify_welcome(&root, &joiner, (&[card], &[], &Nonce::new()), &proof),
             "a join does not prove a welcome"
         );
     }

@@ -23,7 +23,7 @@ use crate::{
 pub(crate) enum Route {
     /// To a rank.
     To(usize),
-    /// From a rank, or any.
+    /// From one rank, or from any rank.
     From(Source),
 }
 

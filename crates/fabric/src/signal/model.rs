@@ -121,7 +121,7 @@ fn until<T>(mut ready: impl FnMut() -> Option<T>) -> T {
     unreachable!()
 }
 
-/// Explores everything, or whatever takes at most so many preemptions.
+/// Explores every interleaving, or those with at most `preemptions` preemptions.
 fn explore(preemptions: Option<usize>, model: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = preemptions;

@@ -171,6 +171,21 @@ impl Rounds {
     /// [`FabricError::Engine`], where there are several nodes; the communicator is unusable afterwards.
     #[inline]
     pub fn post(&mut self, signature: &Signature, written: Written) -> Result<(), FabricError> {
+        self.post_by_node(signature, |_| written.clone())
+    }
+
+    /// As [`post`](Self::post), where the ranks of each other node get something else: `written` says what of the payload is for a node. It
+    /// is the same payload length for all. Every node gets the packet, even if nothing of the payload is for it, so all ranks wait for
+    /// each other as in any round.
+    ///
+    /// # Errors
+    /// As [`post`](Self::post).
+    #[inline]
+    pub fn post_by_node(
+        &mut self,
+        signature: &Signature,
+        written: impl Fn(usize) -> Written,
+    ) -> Result<(), FabricError> {
         self.sequence += 1;
         self.packet(self.endpoint.rank, self.sequence).head.publish(self.sequence, signature.to_words());
         for rank in self.peers() {
@@ -179,7 +194,7 @@ impl Rounds {
         match &self.endpoint.links {
             None => Ok(()),
             Some(links) => links
-                .post(self.lane, self.sequence, signature.to_words(), &written)
+                .post(self.lane, self.sequence, signature.to_words(), written)
                 .map_err(|error| self.fail(error)),
         }
     }
@@ -258,6 +273,20 @@ impl Rounds {
         self.wait(signature)
     }
 
+    /// [Posts by node](Self::post_by_node) and waits.
+    ///
+    /// # Errors
+    /// As [`post`](Self::post) and [`wait`](Self::wait).
+    #[inline]
+    pub fn exchange_by_node(
+        &mut self,
+        signature: &Signature,
+        written: impl Fn(usize) -> Written,
+    ) -> Result<(), FabricError> {
+        self.post_by_node(signature, written)?;
+        self.wait(signature)
+    }
+
     /// Makes the communicator unusable because of `error`, and reports it to the peers; returns the error.
     #[cold]
     fn fail(&mut self, error: FabricError) -> FabricError {
@@ -290,12 +319,20 @@ impl Rounds {
                 return Err(self.mismatch(signature, rank, theirs));
             }
         }
-        let missing = || {
-            (0..self.endpoint.world_size)
-                .filter(|&r| r != self.endpoint.rank && arrival(r).is_none())
-                .collect()
-        };
         let Endpoint { health, regions, .. } = &*self.endpoint;
+        let missing = || {
+            let is_missing = |&rank: &usize| rank != self.endpoint.rank && arrival(rank).is_none();
+            let mut missing: Vec<usize> = (0..self.endpoint.world_size).filter(is_missing).collect();
+            if let Some(links) = &self.endpoint.links {
+                // What a rank of another node posts does not come any more if the rank is gone that takes it for this node.
+                let rails = missing.iter().filter_map(|&rank| links.rail_from(rank));
+                let gone: Vec<usize> = rails.filter(|&rail| health.is_gone(regions, rail)).collect();
+                missing.extend(gone);
+                missing.sort_unstable();
+                missing.dedup();
+            }
+            missing
+        };
         self.endpoint.look_around(self.call.unwrap_or(*signature), &missing, waited);
         let timeout = self.limit.unwrap_or_else(|| self.endpoint.timeout());
         health.check(regions, *signature, missing, waited, timeout)

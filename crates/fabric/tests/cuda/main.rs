@@ -63,7 +63,7 @@ impl Family for Sum {
 }
 
 /// # Safety
-/// Both addresses have so many f32, a multiple of 4, until the stream has passed this call.
+/// Both addresses are valid for `count` f32, a multiple of 4, until the stream has passed this call.
 unsafe fn sum(
     tenant: &Tenant,
     [input, output]: [DevicePointer; 2],
@@ -132,7 +132,7 @@ impl Rank {
     }
 }
 
-/// Runs `body` on so many GPUs.
+/// Runs `body` on `world_size` GPUs.
 fn on_gpus<T: Send>(
     world_size: usize,
     timeout: Duration,

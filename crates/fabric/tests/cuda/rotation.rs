@@ -23,7 +23,7 @@ impl Family for Rotation {
 }
 
 /// # Safety
-/// Both addresses have so many bytes, a multiple of 16, until the stream has passed this call.
+/// Both addresses are valid for `bytes` bytes, a multiple of 16, until the stream has passed this call.
 pub unsafe fn rotate(
     tenant: &Tenant,
     [input, output]: [DevicePointer; 2],

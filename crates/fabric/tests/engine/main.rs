@@ -8,7 +8,7 @@ mod ucx;
 
 use antiphon_fabric::engine::Engine;
 
-/// Makes the engines that the suite tests, so many of them, which are not connected yet: none if the machine has not what they need.
+/// Makes `peers` engines for the suite to test, which are not connected yet; `None` if the machine lacks what they need.
 type Engines = fn(peers: usize) -> Option<Vec<Box<dyn Engine>>>;
 
 /// The tests of the suite for one kind of engine.

@@ -54,7 +54,7 @@ unsafe impl Receiver for Pad {
 }
 
 impl Pad {
-    /// Regions of `len` bytes for so many senders, and what arrives.
+    /// Regions of `len` bytes for each of `senders` senders, and what arrives.
     pub fn new(senders: usize, len: usize) -> (Arc<Self>, Arrivals<Arrival>) {
         let (arrived, arrivals) = mpsc::channel();
         let region = |_| UnsafeCell::new(vec![0; len].into());

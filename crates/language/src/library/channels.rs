@@ -12,7 +12,7 @@ pub(super) fn others(own: u32, ranks: u32) -> impl Iterator<Item = u32> + Clone 
     (1..ranks).map(move |ahead| (own + ahead) % ranks)
 }
 
-/// Chunk `part` less `back` of a ring of so many, all below `ranks`.
+/// The chunk that stands `back` chunks before chunk `part` in a ring of `ranks` chunks.
 pub(super) fn behind(part: u32, back: u32, ranks: u32) -> u64 {
     u64::from((part + ranks - back % ranks) % ranks)
 }
@@ -22,7 +22,7 @@ pub(super) fn slot(own: u32, peer: u32, ranks: u32) -> u64 {
     behind(peer, own + 1, ranks)
 }
 
-/// So many chunks of scratch at every rank.
+/// Sets aside `chunks` chunks of scratch at every rank.
 pub(super) fn scratch(program: &Program, chunks: u64) -> Result<Vec<Buffer>> {
     (0..program.num_ranks()).map(|rank| program.rank(rank)?.scratch(chunks)).collect()
 }

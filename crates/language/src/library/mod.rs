@@ -73,7 +73,7 @@ pub struct Setting {
 }
 
 impl Setting {
-    /// So many ranks, out of place, sums, one instance; two nodes and turns of 256 KiB where that matters.
+    /// The usual setting for `ranks` ranks: out of place, sums, one instance; two nodes and turns of 256 KiB where that matters.
     pub fn new(ranks: u32) -> Self {
         let options = Options::default();
         Setting { ranks, nodes: 2, inplace: false, op: ReduceOp::Sum, unit_size: 256 << 10, options }

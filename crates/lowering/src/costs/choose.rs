@@ -18,7 +18,7 @@ pub struct Call {
     pub registrable: bool,
 }
 
-/// From so many bytes on, memory that peers reach costs an all-reduce between H200s nothing.
+/// The bytes from which on an all-reduce between H200s takes no longer with memory that peers reach.
 const REGISTERED_FREE_FROM: u64 = 16 << 20;
 /// What it costs below that, in nanoseconds.
 const REGISTERED_COST: u64 = 3_000;

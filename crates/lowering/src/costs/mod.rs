@@ -93,7 +93,7 @@ pub struct Costs {
     device: Device,
     /// The built-in times of an all-reduce.
     built_in: BTreeMap<Way, Points>,
-    /// Those that were measured with so many ranks.
+    /// The times that were measured, by the way of the call and the number of ranks.
     measured: BTreeMap<(Way, u32), Points>,
     /// The time of an operation that does nothing.
     launch: u64,
@@ -193,8 +193,8 @@ impl Costs {
         self
     }
 
-    /// The time of an all-reduce of so many bytes, in nanoseconds. Fused calls that were not measured take as much longer
-    /// than measured ones in stream order as the built-in figures say.
+    /// The time of an all-reduce of `bytes` bytes, in nanoseconds. A fused call that was not measured takes as much longer
+    /// than the measured call in stream order as the built-in figures say.
     fn call(&self, way: Way, ranks: u32, bytes: u64) -> u64 {
         let built_in = |way| between(&self.built_in[&way], bytes);
         if let Some(points) = self.measured.get(&(way, ranks)) {
@@ -237,7 +237,7 @@ impl Costs {
         }
     }
 
-    /// The time of a collective on a stream of its own whose tensors have so many bytes together.
+    /// The time of a collective on a stream of its own whose tensors have `bytes` bytes together.
     pub(crate) fn start(&self, graph: &Graph, coll: &Coll, bytes: u64) -> u64 {
         self.collective(Way::Async, graph, coll, bytes)
     }
@@ -247,7 +247,7 @@ impl Costs {
         self.call(way, ranks, bytes.saturating_mul(steps(coll.prim)) / 2)
     }
 
-    /// The time of a kernel that reads and writes so many bytes, in nanoseconds.
+    /// The time of a kernel that reads and writes `bytes` bytes in all, in nanoseconds.
     pub(crate) fn kernel(&self, bytes: u64) -> u64 {
         self.launch.saturating_add(self.memory(bytes))
     }

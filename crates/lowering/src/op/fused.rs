@@ -48,7 +48,7 @@ pub enum Quantize {
     Fp8,
     /// With one for each row: `max(amax / 448, 1 / (512 · 448))` of its magnitudes.
     Fp8Tokens,
-    /// With a power of two for each so many neighbours of a row: `max(amax / 448, 1e-10)` of theirs, rounded up.
+    /// With a power of two for each group of this number of neighbours in a row: `max(amax / 448, 1e-10)` of the group, rounded up.
     Fp8Groups(u32),
 }
 
@@ -60,7 +60,7 @@ impl Quantize {
     /// The largest magnitude of a code.
     pub(crate) const MOST: f64 = 448.0;
 
-    /// How many scales a row of so many elements has, if they are results.
+    /// The number of scales of a row of `hidden` elements, if the scales are results.
     pub fn scales_of(self, hidden: i64) -> Option<i64> {
         match self {
             Self::Fp8 => None,

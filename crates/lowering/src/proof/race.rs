@@ -242,8 +242,8 @@ fn meet(clocks: &mut [Clock], ranks: usize, stream: impl Fn(usize) -> usize) {
 
 fn races(accesses: &[Access<'_>]) -> Vec<Finding> {
     let mut findings: Vec<Finding> = Vec::new();
-    // Of each rank's memory, what is not yet covered by a later access that knows of it: whoever does not know of that, does not
-    // know of the later one either.
+    // The accesses to each rank's memory, without those that a later access covers and knows of. An access that does not know of a covered
+    // one does not know of the covering one either, so it is enough to compare it with that.
     let mut recent: HashMap<(&str, usize), Vec<&Access<'_>>> = HashMap::default();
     for a in accesses {
         let recent = recent.entry((a.domain, a.owner)).or_default();

@@ -11,7 +11,7 @@ pub(super) fn parse(text: &str) -> Result<SymExpr, String> {
     }
 }
 
-/// By the rules of Python: `*`, `//` and `%` bind equally, `**` more.
+/// Parses by the rules of Python: `*`, `//` and `%` bind equally, `**` binds more strongly.
 struct Parser<'t> {
     text: &'t [u8],
     at: usize,

@@ -229,7 +229,7 @@ impl Importer {
                 "sends" => coll.sends = Some(arg.as_array()?.iter().map(size).collect::<Option<_>>()?),
                 "receives" => coll.receives = Some(arg.as_array()?.iter().map(size).collect::<Option<_>>()?),
                 "gather" => coll.dims = Some([usize::try_from(arg.as_u64()?).ok()?, 0]),
-                // Of vLLM's, which gather along any dimension, those along the first.
+                // vLLM's operators gather along any dimension; those along the first are known.
                 "dim" if arg.as_i64() != Some(0) => return None,
                 "shard" => coll.dims = Some([coll.dims?[0], usize::try_from(arg.as_u64()?).ok()?]),
                 _ => {}

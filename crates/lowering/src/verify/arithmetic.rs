@@ -1,4 +1,4 @@
-//! In which elements an operation computes: the table of `docs/lowering.md` in code.
+//! In which elements an operation computes: the table of `docs/design/lowering.md` in code.
 
 use antiphon_tensor::DType;
 

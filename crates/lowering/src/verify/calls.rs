@@ -30,7 +30,7 @@ pub(super) fn fits(graph: &Graph, op: &Op, name: &str) -> Fits {
     Ok(())
 }
 
-/// Whether a collective over so many ranks gives such a segment of such an operand.
+/// Whether a collective over `size` ranks gives a result of type `out` from an operand of type `arg`.
 pub(super) fn collective(coll: &Coll, size: i64, arg: &Type, out: &Type, syms: &[Sym]) -> Fits {
     let wrong = || Err(format!("{:?} over {size} ranks gives {out} of {arg}", coll.prim));
     if arg.dtype != out.dtype {

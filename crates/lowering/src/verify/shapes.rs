@@ -141,7 +141,7 @@ fn reads_no_gap(view: &Type, root: &Type, syms: &[Sym]) -> Fits {
     }
 }
 
-/// Whether operands and results of these types fit an operation, for a group of so many ranks.
+/// Whether operands and results of these types fit an operation, for a group of `group_size` ranks.
 pub(crate) fn suit(kind: &Kind, args: &[&Type], outs: &[&Type], group_size: u32, syms: &[Sym]) -> Fits {
     let count = |wanted_args: usize, wanted_outs: usize| -> Fits {
         match (args.len(), outs.len()) == (wanted_args, wanted_outs) {

@@ -145,7 +145,7 @@ impl CudaMoe {
         })
     }
 
-    /// The handle of a dispatch, of so many choices for each token, that left its words and sources in these tensors.
+    /// The handle of a dispatch that left its words and sources in these tensors. Each token had `top_k` choices.
     ///
     /// # Errors
     /// [`MoeError`] for tensors of other dtypes, shapes or devices.
@@ -241,7 +241,7 @@ impl CudaMoe {
             return Err(refused("dispatch", "the counts of the ranks did not come".into()));
         }
         let (rank, world_size) = (self.tenant.rank(), self.world_size());
-        // SAFETY: the kernel wrote these words before its number, and so many there are.
+        // SAFETY: the kernel wrote these words before its number, and `index` is below their count.
         let word = |index: usize| unsafe { result.add(1 + index).read() as usize };
         let said = |from: usize, index: usize| word(from * (3 + world_size) + index);
         let traffic = Traffic {

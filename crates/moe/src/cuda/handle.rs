@@ -160,7 +160,7 @@ impl CudaHandle {
         self.arrived.as_ref().map(|arrived| &*arrived.tokens_per_expert)
     }
 
-    /// From now on the token of each row stands in the caller's memory, i32 `[N]`.
+    /// Keeps the token of each row in the caller's memory, i32 `[N]`, from now on.
     ///
     /// # Errors
     /// [`MoeError`](crate::MoeError) for a tensor of another dtype, shape or device.

@@ -142,7 +142,7 @@ impl CudaMoe {
         self.tenant.context()
     }
 
-    /// From now on a call uses at most `num_sms` multiprocessors.
+    /// Sets the most multiprocessors that a later call uses.
     ///
     /// # Errors
     /// [`MoeError::Refused`] for none, or more than there are.

@@ -35,7 +35,7 @@ struct terms {
         __shared__ u32 all[THREADS / 32][MAX_LOCAL];
         return all[threadIdx.x / 32];
     }
-    // Of a received token, if there is one.
+    // The terms of a received token; none if `is_one` is false.
     DEVICE terms(const hybrid_sums_call& k, bool is_one, u32 token) : places(of_warp()), count(0), token(token) {
         __syncwarp();
         for (u32 first = 0; is_one && first < k.local; first += 32) {
@@ -131,7 +131,7 @@ DEVICE const u8* record_of(const arguments& a, const hybrid_sums_call& k, const 
     return rank == a.rank || head >= n.rows[a.rank][rank] ? nullptr : a.own + record_at(g, t, rank, a.rank, head); // -1 too
 }
 
-// Of every `step`-th token from `first` on.
+// Writes NaN as the sums of every `step`-th token from `first` on.
 DEVICE void leave_nan(const hybrid_sums_call& k, u32 first, u32 step) {
     leave_nan(k.output, k.row_bytes, k.probs == nullptr ? nullptr : k.to_probs, WORLD * k.local, first, step, k.tokens);
 }

@@ -48,7 +48,7 @@ pub struct HybridWords {
 }
 
 impl HybridWords {
-    /// Those of a handle of so many ranks, experts of all of them, and tokens of this rank.
+    /// The words of a handle for `world_size` ranks, `num_experts` experts of all ranks, and `tokens` tokens of this rank.
     pub fn new(world_size: usize, num_experts: usize, tokens: usize) -> Self {
         Self { normal: HandleWords::new(world_size, num_experts, tokens), world_size, num_experts, tokens }
     }
@@ -198,8 +198,8 @@ impl CudaHybridHandle {
         places_of(&self.along, self.num_received())
     }
 
-    /// From now on the row of each received token for each expert stands in the caller's memory: i32 `[N, L]`, where `N` is
-    /// [`places`](Self::places), and −1 where there is none.
+    /// Keeps the row of each received token for each expert in the caller's memory from now on: i32 `[N, L]`, where `N` is
+    /// [`places`](Self::places), and −1 stands for no row.
     ///
     /// # Errors
     /// [`MoeError`] for a tensor of another dtype, shape or device.
@@ -556,7 +556,8 @@ impl CudaMoe {
         unsafe { self.launch(family, &signature, Blocks::All, sums, stream) }
     }
 
-    /// How the region serves records of so many bytes, beside which are at most so many words; how many, only the GPU knows.
+    /// How the region serves records of `bytes` bytes with words beside them. Only the GPU knows the number of words of a record, which is
+    /// at most `words`.
     fn region_of_map(&self, name: Name, bytes: usize, words: usize, warps: Warps) -> Result<RegionCall> {
         let (beside, most) = (words.div_ceil(4) * VECTOR, warps.beside as usize);
         if beside > most {

@@ -70,7 +70,7 @@ impl Listing {
     /// The words of units that a block has room for.
     const BITS: usize = 6144;
 
-    /// How many units of so many a block has at a time: its share, as far as there is room.
+    /// The number of units that a block has at a time: its share of `units` units, as far as there is room.
     pub(super) fn chunk(units: usize, blocks: u32, local: usize, world_size: usize) -> usize {
         let experts = local * (Self::AT_ONCE / local).clamp(1, world_size);
         units.div_ceil(blocks as usize).clamp(1, Self::BITS / experts)

@@ -212,7 +212,7 @@ impl Sums<'_> {
         let reducer = Reducer::new(self.dtype, ReduceOp::Sum);
         let sum = |output: &mut [u8], pointers: &[*const u8]| match pointers.is_empty() {
             true => output.fill(0),
-            // SAFETY: the output and each of the sources have so many elements; nobody writes the sources, which are inputs,
+            // SAFETY: the output and each of the sources have `hidden` elements; no rank writes the sources, which are inputs,
             // records that have come, and copies of such.
             false => unsafe { reducer.run(output.as_mut_ptr(), pointers, self.hidden) },
         };
@@ -221,7 +221,7 @@ impl Sums<'_> {
             let places = &received.places[at * local..][..local];
             let chosen = || (0..local).filter(|&expert| places[expert] != NOWHERE);
             let is_by_token = handle.segments.is_none();
-            // By token all experts have the same row, which is the token's own.
+            // If rows are by token, all experts have the same row, which is the token's own.
             let most = if is_by_token { 1 } else { local };
             let pointers: Vec<_> = chosen()
                 .take(most)

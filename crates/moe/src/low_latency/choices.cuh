@@ -123,7 +123,7 @@ DEVICE void send_choices(const arguments& a, const turn& t, const low_latency_ca
     }
 }
 
-// Entries that a block keeps in shared memory, if they are no more than so many; else they are read again.
+// The most entries that a block keeps in shared memory. If there are more, the block reads them again.
 constexpr u32 MAX_KEPT = 8192;
 
 // All ranks' choices, as a block keeps them in shared memory.

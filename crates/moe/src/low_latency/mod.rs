@@ -1,4 +1,4 @@
-//! Dispatch and combine of the low-latency form: few tokens, at most so many of each rank, into slots of each expert.
+//! Dispatch and combine of the low-latency form: few tokens, at most `M` of each rank, go into slots of each expert.
 //!
 //! Rows move without an exchange of counts before: every expert has `R · M` slots, enough for all tokens of all ranks. A dispatch
 //! fills the slots of an expert from the first on, in the order of source rank and token. It sends a token once to each rank of its

@@ -82,7 +82,7 @@ DEVICE void store_weights(const arguments& a, const sums_call& k, const counts& 
     }
 }
 
-// Of every `step`-th token from `first` on.
+// Writes NaN as the sums of every `step`-th token from `first` on.
 DEVICE void leave_nan(const sums_call& k, u32 first, u32 step) {
     leave_nan(k.output, k.row_bytes, k.to_weights, k.top_k, first, step, k.tokens);
 }

@@ -217,7 +217,7 @@ impl Warps {
     }
 }
 
-/// What travels beside a row, in bytes, is at most this, but for the hybrid form's rows of many experts.
+/// The most bytes that travel beside a row. Only the hybrid form's rows of many experts have more.
 pub(crate) const BESIDE: u32 = 1536;
 
 /// A family of one kernel, made of these sources, of which the last gives it its name.
@@ -409,7 +409,7 @@ impl CudaMoe {
         unsafe { self.launch(family, &signature, Blocks::All, sums, stream) }
     }
 
-    /// How the region serves records of a row and so many words beside it.
+    /// How the region serves records of a row with `words` words beside it.
     fn region(&self, call: &'static str, format: &RowFormat, words: usize) -> Result<RegionCall> {
         // Scales that are whole vectors are a row of their own.
         let scales = format.num_scales();
@@ -425,7 +425,7 @@ impl CudaMoe {
         self.region_of_records(call, format.row_bytes() + second + beside)
     }
 
-    /// How the region serves records of so many bytes.
+    /// How the region serves records of `record_bytes` bytes.
     pub(crate) fn region_of_records(&self, call: &'static str, record_bytes: usize) -> Result<RegionCall> {
         let lane_bytes = self.region_lane_bytes();
         let record_bytes = record_bytes.next_multiple_of(LINE);

@@ -178,7 +178,7 @@ impl Sums<'_> {
                 let output = row_mut(output, *bytes, index);
                 match pointers.is_empty() {
                     true => output.fill(0),
-                    // SAFETY: the output's row and each of the sources have so many elements; nobody writes the sources, which
+                    // SAFETY: the output's row and each of the sources have `count` elements; no rank writes the sources, which
                     // are inputs, records that have come, and copies of such.
                     false => unsafe { reducer.run(output.as_mut_ptr(), &pointers, *count) },
                 }

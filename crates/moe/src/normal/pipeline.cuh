@@ -1,8 +1,8 @@
 // Rows that a warp copies, with many bytes under way at once. Behind slots.cuh.
 //
-// From Hopper on the multiprocessor's bulk copies move them, through a ring of stages in shared memory that every warp has: that
-// takes no registers, and one thread to issue. Older architectures copy through registers. Of a row that goes to a peer a flag is
-// raised when the row is there; of one that came from a peer an acknowledgement is counted when it has been read.
+// On Hopper and newer GPUs the multiprocessor's bulk copies move rows, through a ring of stages in shared memory that every warp has.
+// They take no registers, and one thread to issue. Older architectures copy through registers. When a row has arrived at a peer, its
+// flag is raised there. When a row that came from a peer has been read, an acknowledgement is counted.
 
 // What is done about a row besides copying it; null is nothing.
 struct signals {
@@ -46,7 +46,7 @@ DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* arrived) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(arrived)) : "memory");
 }
-// A barrier of one thread's bulk loads for each of so many stages.
+// Makes a barrier of one thread's bulk loads for each of `count` stages.
 DEVICE void bulk_barriers(u64* arrived, u32 count) {
     if (lane_id() == 0)
         for (u32 s = 0; s < count; ++s)

@@ -14,7 +14,8 @@ struct region_call {
     u32 half;         // places of half a ring
 };
 
-// A region whose records have so many words more, which only the GPU knows. Before that `record_bytes` is any multiple of 16.
+// The region with `words` further words in each record: a number that only the GPU knows. Before this call `record_bytes` is any
+// multiple of 16.
 [[maybe_unused]] DEVICE region_call with_words(const arguments& a, region_call g, u32 words) {
     g.record_bytes = (g.record_bytes + (words + 3) / 4 * 16 + LINE - 1) / LINE * LINE;
     g.half = min((u32)(g.lane_bytes / g.record_bytes), a.lane_stride / 4) / 2;
@@ -36,7 +37,7 @@ DEVICE u32 count_at(const arguments& a, const region_call& g, const turn& t, u32
     return lane_at(a, t.slot, WORLD + from) + number / g.half % 2 * 4;
 }
 
-// Vectors of flags of a lane with so many records.
+// The vectors that hold the flags of a lane with `records` records.
 DEVICE u32 flag_vectors(const region_call& g, u32 records) { return (min(records, places_of(g)) + 3) / 4; }
 
 // What Notify has counted, where every thread finds it soon. All threads of the block come here.
@@ -127,7 +128,7 @@ DEVICE share share_of_warp(u32 first, u32 warps) {
     return share{{blockIdx.x * warps + threadIdx.x / 32 - first, gridDim.x * warps}};
 }
 
-// Whether the sender of so many records waits until this one has been read.
+// Whether the sender, which has `records` records, waits until the record `number` has been read.
 DEVICE bool is_waited_for(const region_call& g, u32 number, u32 records) { return (number / g.half + 2) * g.half < records; }
 
 // What has come of a step of some work.

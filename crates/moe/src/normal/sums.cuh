@@ -44,8 +44,8 @@ DEVICE bool wait_for_rows(reader& r, const i32* heads, const region_call& g, con
     return came;
 }
 
-// The sums of tokens that a call cannot make are NaN, so that their users notice: those of every `step`-th token from `first` on, with
-// so many f32 beside each. Of the whole warp. Not inlined, so that it costs no registers.
+// Writes NaN as the sums that a call cannot make, so that their users notice: the sums of every `step`-th token from `first` on, and the
+// `words` f32 beside each. The whole warp calls it. It is not inlined, so that it costs no registers.
 static __device__ __noinline__ void leave_nan(u8* sums, u32 row_bytes, u32* beside, u32 words, u32 first, u32 step, u32 tokens) {
     for (u32 token = first; token < tokens; token += step) {
         write_nan((u64)sums + (u64)token * row_bytes, row_bytes, lane_id(), 32, row_bytes / 16);

@@ -39,10 +39,10 @@ pub struct Case {
     pub hidden: usize,
     pub dtype: DType,
     pub scales: Option<DType>,
-    /// Of each rank.
+    /// The tokens of each rank.
     pub tokens: Vec<usize>,
     pub choice: Choice,
-    /// Of each rank.
+    /// The capacity of each rank; `None` for a call without one.
     pub capacity: Option<Vec<usize>>,
     /// Whether values are NaN, infinite, −0 and subnormal, too.
     pub special: bool,

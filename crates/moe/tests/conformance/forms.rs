@@ -68,7 +68,7 @@ pub fn special_values(comm: &Communicator) {
     }
 }
 
-/// From two records on: every row in a piece of its own, tokens whose rows come in different pieces.
+/// Regions from the size of two records on: every row is in a piece of its own, and the rows of a token come in different pieces.
 pub fn regions_of_any_size(comm: &Communicator) {
     let world = comm.world_size();
     let case = Case { tokens: ragged(world, 1), biases: 1, ..Case::new(world, 2 * world, 3) };

@@ -16,7 +16,7 @@ use crate::{
 /// Which experts tokens choose.
 #[derive(Debug, Clone, Copy)]
 pub enum Choice {
-    /// One in so many.
+    /// One expert in this number of experts.
     OneIn(u64),
     /// All those of one rank, and no others.
     AllTo(usize),
@@ -33,12 +33,12 @@ pub struct HybridCase {
     pub dtype: DType,
     pub scales: Option<DType>,
     pub probs: bool,
-    /// Of each rank.
+    /// The tokens of each rank.
     pub tokens: Vec<usize>,
     pub choice: Choice,
-    /// Of rows by expert; `None` for rows by token.
+    /// The padding of rows by expert; `None` for rows by token.
     pub pad_multiple: Option<usize>,
-    /// Of each rank.
+    /// The capacity of each rank; `None` for a call without one.
     pub capacity: Option<Vec<usize>>,
 }
 

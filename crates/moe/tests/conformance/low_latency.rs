@@ -63,7 +63,7 @@ impl Received {
 }
 
 impl LowLatencyCase {
-    /// Of at most one token more than any rank has.
+    /// A case with room for one token more than any rank has.
     pub fn new(case: Case, format: LowLatencyFormat) -> Self {
         let case = Case { dtype: DType::BF16, ..case };
         let max_tokens = case.tokens.iter().max().unwrap() + 1;
@@ -295,7 +295,7 @@ pub fn every_format(comm: &Communicator) {
     }
 }
 
-/// Of two rows, or of the rows of a token.
+/// Regions that hold few rows: as few as two, or as the rows of a token.
 pub fn small_regions(comm: &Communicator) {
     let world = comm.world_size();
     let case = Case { tokens: vec![7; world], choice: Choice::Wild, ..Case::new(world, 2 * world, 3) };

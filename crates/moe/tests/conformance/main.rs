@@ -17,7 +17,7 @@ use std::time::Duration;
 use antiphon_fabric::{Communicator, LocalWorld};
 use processes::{World, role, say};
 
-/// Of every wait: far longer than anything here takes, so that nothing passes because of it.
+/// The deadline of every wait. It is far longer than anything here takes, so that no test passes because a wait ended.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Makes the tests, and the list in which a process finds what it is to do.

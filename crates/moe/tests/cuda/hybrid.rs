@@ -67,7 +67,7 @@ pub fn on_host(rank: &mut Rank, case: &HybridCase) -> Outcome<Expected> {
     })
 }
 
-/// So many rows that differ, as experts make them.
+/// `rows` different rows, as experts make them.
 fn made_rows(case: &HybridCase, rank: usize, rows: usize) -> Tensor {
     let tokens = vec![rows; case.tokens.len()];
     HybridCase { seed: case.seed + 100, tokens, ..summed(case) }.inputs(rank).x

@@ -20,7 +20,7 @@ use crate::{
 };
 
 pub const MOST: LowLatency = LowLatency { max_tokens: 129, hidden: 7168, num_experts: 60, top_k: 8 };
-/// Of what the ranks have for the normal form.
+/// The configuration of the ranks: regions of the normal form that are small, and room for the largest low-latency calls.
 pub const SMALL: MoeConfig = MoeConfig { region_bytes: 16 << 20, num_sms: 24, low_latency: Some(MOST) };
 
 /// A case on a rank's GPU.
@@ -132,7 +132,7 @@ impl<'a> Calls<'a> {
         Ok(())
     }
 
-    /// Compares what came, of so many calls of which all but the last are counted by the statistics alone.
+    /// Compares what the last of `calls` calls brought. The statistics count all of them.
     pub fn compare(&self, rank: &Rank, moe: &CudaLowLatency, calls: u8) -> Outcome {
         rank.stream.borrow().synchronize()?;
         moe.check()?;
@@ -152,7 +152,7 @@ impl<'a> Calls<'a> {
         self.compare_sums(rank, moe)
     }
 
-    /// Of the combine alone.
+    /// Compares the sums of the combine alone.
     pub fn compare_sums(&self, rank: &Rank, moe: &CudaLowLatency) -> Outcome {
         rank.stream.borrow().synchronize()?;
         moe.check()?;

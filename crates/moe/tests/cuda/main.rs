@@ -55,7 +55,7 @@ struct OnGpu {
 impl OnGpu {
     fn view(&self) -> TensorView<'_> {
         let at = self.memory.pointer().0 as usize as *mut u8;
-        // SAFETY: the memory has so many elements, and lives as long as the view.
+        // SAFETY: the memory was allocated for the elements of `shape`, and lives as long as the view.
         unsafe { TensorView::from_raw_parts(at, self.dtype, &self.shape, None, self.device) }.unwrap()
     }
 
@@ -119,7 +119,7 @@ impl Rank {
     }
 }
 
-/// Runs `body` on so many ranks with GPUs; skips where there are fewer.
+/// Runs `body` on `world_size` ranks with GPUs; skips the test where there are fewer.
 fn on_gpus(world_size: usize, config: MoeConfig, body: impl Fn(&mut Rank) -> Outcome + Sync) {
     that_may_fail(world_size, config, |rank| {
         body(rank)?;
@@ -601,6 +601,9 @@ fn a_rank_that_does_not_come_is_named_on_2_gpus() {
         let case = Case { dtype: DType::BF16, ..Case::new(2, 8, 2) };
         let (layout, ..) = on_host(rank, &case)?;
         let mut calls = Calls::new(rank, &case, &layout)?;
+        // Loading a kernel could wait for the one that waits.
+        calls.run(rank)?;
+        rank.stream.borrow().synchronize()?;
         rank.comm.barrier()?;
         if rank.comm.rank() == 1 {
             // Until the other has given up.

@@ -1,4 +1,4 @@
-//! From the operations of a program to those of its thread blocks.
+//! Turns the operations of a program into those of its thread blocks.
 //!
 //! Each pass is a function from plan to plan, independent of the others. A program's plan goes through them in this
 //! order (as in MSCCL++ 0.9.0):

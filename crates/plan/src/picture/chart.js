@@ -234,7 +234,7 @@ class Chart {
           c.lineWidth = id === this.selected ? 2 : 1;
           c.strokeRect(left - 0.5, y - 0.5, Math.max(width, 2) + 0.5, LANE - 3);
         }
-        // Of all that begin in one pixel, one is enough.
+        // One of all spans that begin in a pixel is enough.
         at = width >= 1 ? at + 1 : Math.max(at + 1, this.search(row, this.end, this.at(left + 1)));
       }
     }

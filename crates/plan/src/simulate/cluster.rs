@@ -91,7 +91,7 @@ impl Cluster {
     /// The presets are `h200xG` (a node of 1 to 8 H200) and `h200xG-nodesN` (N of them, a 400 Gb/s card for each GPU). Their
     /// figures of [`Link`], [`BlockCosts::store_gb_s`], [`BlockCosts::load_gb_s`], the copy engine's bandwidth and
     /// [`Cluster::launch_ns`] were measured on 4 × H200 (NV18, driver 580.159.04, CUDA 13.0) on 2026-11-21, in CUDA
-    /// graphs, with 512 threads per block; see docs/simulator.md for each. `memory_gb_s` is the data sheet's. All others are
+    /// graphs, with 512 threads per block; see docs/guide/simulator.md for each. `memory_gb_s` is the data sheet's. All others are
     /// estimates: no network card or port channel has been measured.
     ///
     /// A description has all fields of [`Cluster`], or `"base"` with a preset's name and what differs from it:

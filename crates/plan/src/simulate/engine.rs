@@ -41,17 +41,17 @@ pub(super) enum Event {
 /// Flows of a block are called by its number, those of an engine by its number from here.
 pub(super) const ENGINE_FLOWS: u64 = 1 << 32;
 
-/// So many events are never too many.
+/// A number of events up to which the engine does not look for events that no longer count.
 const CROWDED: usize = 1 << 16;
 
 /// How far a thread block is with its operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// It waits for something of `sync`; so many are missing.
+    /// It waits for something of `sync`; the number says how many are missing.
     Waits(u32),
     /// Its bytes flow when its latency is over.
     Begins,
-    /// So many flows are left.
+    /// The number of flows that are left.
     Flows(u32),
     /// It asks engines for transfers.
     Asks,

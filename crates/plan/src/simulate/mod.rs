@@ -54,7 +54,8 @@ pub use error::{SimulateError, Waiting};
 pub use limits::STEPS;
 pub use result::{Arrow, ArrowKind, Lane, LinkUse, Simulation, Span, SpanId, Step};
 
-/// Plays a plan for a message of so many bytes: the output of `allgather`, else the input, as the plan's limits count.
+/// Plays a plan for a message of `bytes` bytes. The message is the output of `allgather`, and the input of all other collectives, as in
+/// the plan's limits.
 ///
 /// The plan may come from any source: besides a part that grows with the length of its text, a simulation takes at most 256 MiB and some seconds,
 /// by the limits of [`SimulateError::TooLong`] ([`STEPS`]) and [`SimulateError::TooShared`].
@@ -87,7 +88,7 @@ pub fn play(
     engine::Engine::new(plan, cluster, extent).run(message_bytes)
 }
 
-/// The smallest message of at least so many bytes that divides into the plan's chunks.
+/// The smallest message of at least `bytes` bytes that divides into the plan's chunks.
 pub fn fitting(plan: &Plan, bytes: u64) -> u64 {
     let unit = limits::chunks(plan).saturating_mul(plan.buffer_alignment).max(1);
     bytes.max(plan.min_message_size).checked_next_multiple_of(unit).unwrap_or(u64::MAX)

@@ -1,4 +1,4 @@
-//! From plan to program.
+//! Lowers a plan to the program that the verifier judges.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;

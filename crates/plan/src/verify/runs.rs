@@ -172,7 +172,7 @@ struct Play<'r, 'p, 'a, 'w> {
 }
 
 impl<'p, 'a> Runs<'p, 'a> {
-    /// For searches of so many words in all.
+    /// Makes searches that take `left` words in all.
     pub fn new(program: &'p Program<'a>, cells: &'p Cells, left: usize) -> Self {
         let mut ports = vec![Vec::new(); program.agents.len()];
         for (port, &agent) in program.ports.iter().enumerate() {

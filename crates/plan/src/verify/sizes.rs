@@ -86,7 +86,7 @@ const ALIGNMENT: u64 = 1 << 26;
 /// Most bytes that a buffer may have.
 const BUFFER: u64 = 1 << 60;
 
-/// So many turns are any number, where packets are in pipelines.
+/// The number of turns that stands for every number of turns, where packets are in pipelines.
 const FEW: u64 = 3;
 
 /// Most residues of sizes.
@@ -433,7 +433,7 @@ impl Sizes {
         for (division, pipeline) in turned().filter(|_| multiple <= RESIDUES) {
             let (place, size) = (u64::from(division.group.0), u64::from(division.group.1));
             let average = place * (division.chunks % size) % size * (multiple / size);
-            // By how much it is more than the average, as a fraction.
+            // The amount by which the beginning of the share exceeds the average, as a fraction.
             let rounding = |units: u64| {
                 let extent = Extent::of_chunk(units * self.alignment, self.alignment);
                 let begins = division.share(extent).start / self.alignment;
@@ -582,7 +582,8 @@ fn too_large() -> Kind {
 /// How many turns a pipeline has, and then those that meet a fiber, ascending.
 type Turns = Vec<Vec<u64>>;
 
-/// From the beginning to the first turn that meets a fiber, from each to the next, and from the last to the end.
+/// The distances from the beginning to the first turn that meets a fiber, from each such turn to the next, and from the last to the
+/// end.
 fn distances(turns: &[u64]) -> impl Iterator<Item = u64> {
     let mut before = 0;
     turns[1..].iter().chain(&turns[..1]).map(move |&turn| turn - std::mem::replace(&mut before, turn))

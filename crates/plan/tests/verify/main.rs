@@ -20,7 +20,7 @@ fn right_plans_are_proved() {
     }
 }
 
-/// Of 32 ranks with many thread blocks each. With `INSTANCES=12` and --release it shows how long the verifier takes.
+/// The plan has 32 ranks with many thread blocks each. With `INSTANCES=12` and --release the test shows how long the verifier takes.
 #[test]
 fn a_large_plan_is_proved() {
     let instances =

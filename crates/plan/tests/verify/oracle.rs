@@ -118,7 +118,7 @@ pub struct Oracle<'a> {
     /// For each cell, those of the other kind that share bytes with it.
     shared: Vec<Mask>,
     wiring: Wiring,
-    /// Of which cells there must be which inputs.
+    /// The cells whose inputs are prescribed, with these inputs.
     expected: Vec<(usize, Vec<usize>)>,
     values: RefCell<Vec<Vec<usize>>>,
     /// Whether blocks have many threads.
@@ -183,7 +183,7 @@ fn reduction(plan: &Plan) -> ReduceOp {
     found.next().unwrap_or(ReduceOp::Sum)
 }
 
-/// Of some units, those of one thread block of a group, and of these those of one turn.
+/// The units of one thread block of a group, if there is a group, and of these the units of one turn, if there are turns.
 fn units(all: Range<u64>, group: Option<GroupShare>, turn: Option<(u64, u64)>) -> Range<u64> {
     let mut own = all.clone();
     if let Some(GroupShare { tb_id, tbg_size }) = group {

@@ -192,7 +192,7 @@ fn in_pairs(mut blocks: Vec<Vec<OpKind>>) -> Blocks {
 struct Handover {
     /// Through a memory channel, a port, a semaphore, or as packets; or only a signal back.
     how: usize,
-    /// From which rank.
+    /// The rank that sends.
     rank: usize,
     /// What is given, where it goes, and where it ends.
     from: LocalChunk,
@@ -438,7 +438,7 @@ fn mixes(plan: &Plan) -> bool {
     used[0].iter().any(|at| used[1].contains(at))
 }
 
-/// Of every plan that the model checker can judge, the verifier says the same.
+/// Checks that the verifier and the model checker agree on every plan that the model checker can judge.
 fn agree(cases: u32, blocks: impl Strategy<Value = Blocks>) -> Seen {
     // Other plans: PROPTEST_CASES=100000 PROPTEST_RNG_SEED=7 cargo test …
     let config = match std::env::var("PROPTEST_CASES") {
@@ -505,7 +505,7 @@ fn agree(cases: u32, blocks: impl Strategy<Value = Blocks>) -> Seen {
     seen
 }
 
-/// Whether there are so many on both sides.
+/// Whether there are more than `least` plans on both sides.
 fn enough(with: &BTreeMap<impl Ord, usize>, least: usize) -> bool {
     with.values().all(|&plans| plans > least)
 }

@@ -398,7 +398,7 @@ fn where_turns_are_not_in_step_there_is_a_proof_for_a_range() {
             let at = verify_at(&plan, &first_copied(), units * ALIGNMENT);
             assert!(at.proved, "{why}, {units} units: {at}");
         }
-        // Of a plan for no larger messages, that is all.
+        // If the plan allows no larger messages, everything is proved.
         let plan = Plan { max_message_size: 2 * largest, ..plan };
         let report = verify(&plan, &first_copied());
         assert!(report.proved && report.largest_chunk.is_none(), "{why}: {report}");

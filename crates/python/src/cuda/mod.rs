@@ -217,7 +217,7 @@ impl Gpus {
         })
     }
 
-    /// From now on this happens when a kernel gives up, on every GPU and in calls of every kind.
+    /// Sets the action that is taken when a kernel gives up, on every GPU and in calls of every kind.
     pub(crate) fn on_failure(&self, py: Python<'_>, action: Action) {
         self.shared.on_failure(py, action);
     }

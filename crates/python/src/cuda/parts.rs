@@ -65,7 +65,7 @@ impl Shared {
         self.lock().lists.iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// From now on this happens when a kernel gives up, on every GPU.
+    /// Sets the action that is taken when a kernel gives up, on every GPU.
     pub(super) fn on_failure(&self, py: Python<'_>, action: Action) {
         let before = py.detach(|| {
             let mut state = self.lock(); // until all lists have it, so that a part that is opened meanwhile has it too

@@ -214,7 +214,7 @@ impl Description {
     }
 }
 
-/// The address so many bytes further on.
+/// The address `byte_offset` bytes behind `base`.
 fn offset(base: *mut u8, byte_offset: u64) -> Result<*mut u8, TensorError> {
     let address = base.addr();
     usize::try_from(byte_offset)

@@ -65,7 +65,7 @@ pub unsafe fn strided_memory(
     unsafe { Exported::new((), ptr, element_type, &[count, size], Some(&[stride as isize, 1]), device) }
 }
 
-/// The elements in so many bytes.
+/// The number of elements in `bytes` bytes.
 fn elements(what: &'static str, bytes: i64, element_size: usize) -> Result<usize, TensorError> {
     let count = positive(what, bytes)?;
     if !count.is_multiple_of(element_size) {

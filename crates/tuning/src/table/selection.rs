@@ -1,4 +1,4 @@
-//! From times to choices. Only `+ - * /` and comparisons touch a time here: they give the same bits
+//! Chooses algorithms by their times. Only `+ - * /` and comparisons touch a time here: they give the same bits
 //! everywhere.
 
 use super::{Choice, Row, Timing, ascending};

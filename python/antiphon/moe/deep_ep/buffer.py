@@ -206,7 +206,7 @@ class Buffer(LowLatencyBuffer):
         A fresh dispatch takes what :meth:`get_dispatch_layout` gave, and optionally both ``topk_idx`` and ``topk_weights``
         (float32). It gives the rows, ``[N, H]``; the experts of this rank that each chose and their weights, ``[N, K]``, if they
         were passed; how many tokens each expert has, as a list, each rounded up to ``expert_alignment``; a handle; and an
-        event. ``num_tokens_per_rdma_rank`` has no effect, as there is one machine. With ``num_worst_tokens`` all have so many rows, and the list is empty. With a ``handle``, rows go as they did
+        event. ``num_tokens_per_rdma_rank`` has no effect, as there is one machine. With ``num_worst_tokens`` all tensors have this number of rows, and the list is empty. With a ``handle``, rows go as they did
         then, and the outputs between are ``None``.
 
         Raises ``ValueError`` for arguments that do not suit each other, and for a tensor that requires grad, unless grad mode is off, as

@@ -39,8 +39,8 @@ def get_hidden_bytes(x: Tensor) -> int:
 
 
 def get_buffer(group: Any, hidden_bytes: int) -> Buffer:
-    """The buffer of a group, for rows of so many bytes; made by all ranks together if there is none, or its sizes are smaller
-    than DeepEP's would need."""
+    """The buffer of a group, for rows of ``hidden_bytes`` bytes. All ranks make it together if there is none, or if its sizes are
+    smaller than DeepEP's would need."""
     global _buffer
     hidden_bytes = whole("get_buffer", "hidden_bytes", hidden_bytes)
     comm = communicator("get_buffer", group)

@@ -10,7 +10,7 @@ use super::{
     compiled::Body,
 };
 
-/// From the sum to everything that is made of it. The sum's memory may be that of a later output.
+/// The steps that make every output from the sum. A later output may lie in the sum's memory.
 pub(super) struct Epilogue;
 
 impl Body for Epilogue {
@@ -64,7 +64,7 @@ impl Body for Epilogue {
             _ => return,
         };
         let scales = call.scales.expect("a form with scales was checked to have them");
-        // SAFETY: `Validated` holds so many bytes.
+        // SAFETY: `Validated` checked that `scales` has `size` bytes.
         unsafe { scales.write_bytes(0, size) };
     }
 }

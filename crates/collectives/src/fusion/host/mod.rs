@@ -28,7 +28,7 @@ use rounded::RoundedSum;
 struct Scratch(Vec<f32>);
 
 impl Scratch {
-    /// Room for so many numbers. What they are is left over from earlier calls.
+    /// Room for `count` numbers, which have the values that earlier calls left there.
     fn room(&mut self, count: usize) -> &mut [f32] {
         if self.0.len() < count {
             self.0.resize(count, 0.0);
@@ -88,7 +88,7 @@ struct Rest<'c> {
 }
 
 impl Rest<'_> {
-    /// Finishes all rows of which so many bytes of the sum are the last.
+    /// Finishes all rows that end within the first `bytes` bytes of the sum.
     fn finish_up_to(&mut self, bytes: usize) {
         let tokens: Range<usize> = self.done..bytes / (self.call.hidden * self.call.dtype.size());
         self.done = tokens.end;

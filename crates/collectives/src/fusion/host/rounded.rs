@@ -16,7 +16,7 @@ pub(super) struct RoundedSum {
 }
 
 impl RoundedSum {
-    /// From the sum that rounds once, of elements of this size.
+    /// Rounds after each addition, by `sum`, which rounds once. An element has `size` bytes.
     pub(super) fn new(sum: InOrder, size: usize) -> Self {
         Self { sum, size }
     }
@@ -24,7 +24,7 @@ impl RoundedSum {
     /// Adds up `elements` of some sources from the byte `start` on.
     ///
     /// # Safety
-    /// All are valid for so many elements there; there is at least one source.
+    /// The sum and every source are valid for `elements` elements from the byte `start` on. There is at least one source.
     unsafe fn add_up(
         &self,
         sum: *mut u8,
@@ -67,5 +67,20 @@ impl Reduce for RoundedSum {
                 copy(sum, destination.add(start), len);
             }
         }
+    }
+
+    /// Every step is rounded, and so are the sums of nodes.
+    fn sum_size(&self) -> usize {
+        self.size
+    }
+
+    unsafe fn accumulate(&self, sums: *mut u8, sources: &[*const u8], count: usize) {
+        // SAFETY: passed on; the sums are apart from the sources.
+        unsafe { self.add_up(sums, sources.iter().copied(), 0, count) }
+    }
+
+    unsafe fn conclude(&self, destination: *mut u8, sums: &[*const u8], count: usize) {
+        // SAFETY: passed on; the destination is apart from the sums.
+        unsafe { self.add_up(destination, sums.iter().copied(), 0, count) }
     }
 }

@@ -57,7 +57,7 @@ impl<R> Deref for Host<R> {
 impl<R: Ranks> Backend for Host<R> {
     type Memory = Vec<i64>;
     type Mixed = MixedHandler;
-    const SEAMS: &'static [usize] = &[128 << 10, 256 << 10, 1 << 20, 3 << 20];
+    const SEAMS: &'static [usize] = &[128 << 10, 256 << 10, 512 << 10, 1 << 20, 3 << 20];
 
     fn run_ranks(world_size: usize, rank: &(dyn Fn(Self) + Sync)) {
         R::run(world_size, rank);

@@ -20,10 +20,10 @@ use crate::values::Values;
 pub use gpus::{Gpus, on_gpus};
 pub use host::{HostProcesses, HostThreads, in_processes};
 pub use mixed::Mixed;
-pub use nodes::{Halves, HostNodes, Interleaved, OneAndRest};
+pub use nodes::{ByNodes, Halves, HostNodes, Interleaved, OneAndRest};
 pub use tensor::{Alignment, Like, Loose, Tensor, UNWRITTEN};
 
-/// Of every wait: far longer than anything here takes, so that nothing passes because of it.
+/// The deadline of every wait. It is far longer than anything here takes, so that no test passes because a wait ended.
 pub const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// One rank of a world, and what is the same for all behaviours of one way to run ranks. Calls are over when they return.
@@ -111,7 +111,7 @@ pub trait Backend: Deref<Target = Communicator> + Sized + 'static {
         options: AllReduceOptions,
     ) -> Result<()>;
 
-    /// The algorithm that is chosen for so many bytes.
+    /// The algorithm that is chosen for `bytes` bytes.
     fn algorithm_for(&self, bytes: usize) -> Algorithm;
 
     fn send_recv(

@@ -5,6 +5,7 @@ use std::{
     sync::{Arc, Barrier},
 };
 
+use antiphon_collectives::hierarchical::{Form, prefer};
 use antiphon_fabric::LocalWorld;
 
 use super::{
@@ -17,6 +18,9 @@ pub type HostNodes<L> = Host<OnNodes<L>>;
 
 /// Which node each rank is on.
 pub trait Layout: Send + Sync + 'static {
+    /// How reductions go.
+    const FORM: Form = Form::Mirrored;
+
     fn node(rank: usize, world_size: usize) -> u32;
 }
 
@@ -26,6 +30,17 @@ pub struct Halves;
 pub struct OneAndRest;
 /// Even ranks, and odd ones.
 pub struct Interleaved;
+
+/// A layout whose reductions go by nodes.
+pub struct ByNodes<L>(PhantomData<L>);
+
+impl<L: Layout> Layout for ByNodes<L> {
+    const FORM: Form = Form::Hierarchical;
+
+    fn node(rank: usize, world_size: usize) -> u32 {
+        L::node(rank, world_size)
+    }
+}
 
 impl Layout for Halves {
     fn node(rank: usize, world_size: usize) -> u32 {
@@ -56,6 +71,7 @@ impl<L: Layout> Ranks for OnNodes<L> {
         // Each test has another order of messages, and the same one each time.
         let disturb = |network: &antiphon_fabric::engine::Network| network.reorder(world_size as u64);
         LocalWorld::run_on_nodes(&names, TIMEOUT, disturb, |comm| {
+            prefer(&comm, L::FORM).unwrap();
             rank(Host { comm, ranks: Self(all.clone(), PhantomData) });
         });
     }

@@ -29,6 +29,24 @@ type Kernel = unsafe fn(destination: *mut u8, sources: &[*const u8], start: usiz
 type NodeKernel =
     unsafe fn(destination: *mut u8, sources: &[*const u8], nodes: &[u32], count: usize, mean: bool);
 
+/// The first half of a reduction: accumulates `count` elements of the sources into accumulators, which are valid for writing, at any
+/// alignment, and apart from the sources.
+type Accumulate = unsafe fn(sums: *mut u8, sources: &[*const u8], count: usize);
+
+/// The second half: combines accumulators, divides them by the divisor if there is one, and rounds.
+type Conclude = unsafe fn(destination: *mut u8, sums: &[*const u8], count: usize, divisor: Option<usize>);
+
+/// What is compiled for any dtype, operator and level of vector instructions.
+#[derive(Clone, Copy)]
+struct Portable {
+    kernel: Kernel,
+    by_node: NodeKernel,
+    accumulate: Accumulate,
+    conclude: Conclude,
+    /// The size of an accumulator.
+    accumulator: usize,
+}
+
 /// A reduction of one dtype by one operator, ready to run.
 ///
 /// Choosing it looks at the machine once; running it allocates nothing.
@@ -84,9 +102,40 @@ impl Reducer {
     ) {
         assert_eq!(sources.len(), nodes.len(), "one node for each source");
         // Chosen here, so that ranks of one node do not pay for it.
-        let (_, by_node) = select_portable(self.dtype, self.op, self.simd);
+        let Portable { by_node, .. } = self.portable();
         // SAFETY: passed on to the caller.
         unsafe { by_node(destination, sources, nodes, count, self.mean) }
+    }
+
+    fn portable(&self) -> Portable {
+        select_portable(self.dtype, self.op, self.simd)
+    }
+
+    /// The size in bytes of an element's accumulator.
+    pub fn accumulator_size(&self) -> usize {
+        self.portable().accumulator
+    }
+
+    /// The first half of [`run_by_node`](Self::run_by_node), on the node that has these sources: `count` accumulators, not rounded.
+    ///
+    /// # Safety
+    /// `sums` is valid for writes of `count` [accumulators](Self::accumulator_size), at any alignment, and apart from the sources. The
+    /// rest as for [`run`](Self::run).
+    pub unsafe fn accumulate(&self, sums: *mut u8, sources: &[*const u8], count: usize) {
+        // SAFETY: passed on to the caller.
+        unsafe { (self.portable().accumulate)(sums, sources, count) }
+    }
+
+    /// The second half: `count` elements from the accumulators of all nodes, in the order of the nodes, which stem from so many sources.
+    /// Both halves give the bits of [`run_by_node`](Self::run_by_node).
+    ///
+    /// # Safety
+    /// Every one of `sums` is valid for reads of `count` accumulators, at any alignment, and the destination for writes of `count` elements
+    /// apart from them; no other thread writes them meanwhile. There is at least one.
+    pub unsafe fn conclude(&self, destination: *mut u8, sums: &[*const u8], sources: usize, count: usize) {
+        let divisor = self.mean.then_some(sources);
+        // SAFETY: passed on to the caller.
+        unsafe { (self.portable().conclude)(destination, sums, count, divisor) }
     }
 }
 
@@ -110,11 +159,11 @@ fn select(dtype: DType, op: ReduceOp, simd: Simd) -> Kernel {
     if let Some(kernel) = x86::select(dtype, op, simd) {
         return kernel;
     }
-    select_portable(dtype, op, simd).0
+    select_portable(dtype, op, simd).kernel
 }
 
 /// The portable kernels of a dtype and an operator.
-fn select_portable(dtype: DType, op: ReduceOp, simd: Simd) -> (Kernel, NodeKernel) {
+fn select_portable(dtype: DType, op: ReduceOp, simd: Simd) -> Portable {
     // `Native` wraps in the type itself, which for sums and products equals wrapping in i64 and truncating; only the
     // mean needs the wide sum.
     macro_rules! by_op {
@@ -144,7 +193,7 @@ fn select_portable(dtype: DType, op: ReduceOp, simd: Simd) -> (Kernel, NodeKerne
 }
 
 /// The kernels of an operator on bits.
-fn bitwise<T: Element>(op: ReduceOp, simd: Simd) -> (Kernel, NodeKernel)
+fn bitwise<T: Element>(op: ReduceOp, simd: Simd) -> Portable
 where
     Native: arithmetic::Domain<T, Accumulator = T>,
     Band: arithmetic::Combine<T>,
@@ -159,18 +208,29 @@ where
 }
 
 /// The portable kernels compiled for a level of vector instructions.
-fn by_simd<T, D, C>(simd: Simd) -> (Kernel, NodeKernel)
+fn by_simd<T, D, C>(simd: Simd) -> Portable
 where
     T: Element,
     D: arithmetic::Domain<T>,
     C: arithmetic::Combine<D::Accumulator>,
 {
+    macro_rules! of_level {
+        ($kernel:ident, $by_node:ident, $accumulate:ident, $conclude:ident) => {
+            Portable {
+                kernel: portable::$kernel::<T, D, C>,
+                by_node: portable::$by_node::<T, D, C>,
+                accumulate: portable::$accumulate::<T, D, C>,
+                conclude: portable::$conclude::<T, D, C>,
+                accumulator: size_of::<D::Accumulator>(),
+            }
+        };
+    }
     match simd {
         #[cfg(target_arch = "x86_64")]
-        Simd::Avx512 => (portable::avx512::<T, D, C>, portable::avx512_by_node::<T, D, C>),
+        Simd::Avx512 => of_level!(avx512, avx512_by_node, avx512_accumulate, avx512_conclude),
         #[cfg(target_arch = "x86_64")]
-        Simd::Avx2 => (portable::avx2::<T, D, C>, portable::avx2_by_node::<T, D, C>),
-        _ => (portable::baseline::<T, D, C>, portable::baseline_by_node::<T, D, C>),
+        Simd::Avx2 => of_level!(avx2, avx2_by_node, avx2_accumulate, avx2_conclude),
+        _ => of_level!(baseline, baseline_by_node, baseline_accumulate, baseline_conclude),
     }
 }
 

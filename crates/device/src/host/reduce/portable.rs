@@ -107,8 +107,57 @@ unsafe fn reduce_by_node<T: Element, D: Domain<T>, C: Combine<D::Accumulator>>(
     }
 }
 
+/// Accumulates the sources, without rounding.
+#[inline(always)]
+unsafe fn accumulate_all<T: Element, D: Domain<T>, C: Combine<D::Accumulator>>(
+    sums: *mut u8,
+    sources: &[*const u8],
+    count: usize,
+) {
+    let mut tile: Tile<D::Accumulator> = [const { MaybeUninit::uninit() }; TILE];
+    for begin in (0..count).step_by(TILE) {
+        let tile = &mut tile[..TILE.min(count - begin)];
+        // SAFETY: as in `reduce`.
+        unsafe {
+            let tile = accumulate::<T, D, C>(tile, sources.iter().copied(), begin);
+            let sums = sums.cast::<D::Accumulator>().add(begin);
+            for (i, slot) in tile.iter().enumerate() {
+                sums.add(i).write_unaligned(*slot);
+            }
+        }
+    }
+}
+
+/// Combines what was accumulated, and rounds.
+#[inline(always)]
+unsafe fn conclude_all<T: Element, D: Domain<T>, C: Combine<D::Accumulator>>(
+    destination: *mut u8,
+    sums: &[*const u8],
+    count: usize,
+    divisor: Option<usize>,
+) {
+    let (first, rest) = sums.split_first().expect("a reduction has a source");
+    let mut tile: [D::Accumulator; TILE] = [D::Accumulator::default(); TILE];
+    for begin in (0..count).step_by(TILE) {
+        let tile = &mut tile[..TILE.min(count - begin)];
+        // SAFETY: as in `reduce`; the sums are accumulators.
+        unsafe {
+            let sum = |of: *const u8, i: usize| of.cast::<D::Accumulator>().add(begin + i).read_unaligned();
+            for (i, slot) in tile.iter_mut().enumerate() {
+                *slot = sum(*first, i);
+            }
+            for of in rest {
+                for (i, slot) in tile.iter_mut().enumerate() {
+                    *slot = C::combine(*slot, sum(*of, i));
+                }
+            }
+            conclude::<T, D>(tile, divisor, destination, begin);
+        }
+    }
+}
+
 macro_rules! compiled_for {
-    ($(#[$attribute:meta])* $name:ident, $by_node:ident) => {
+    ($(#[$attribute:meta])* $name:ident, $by_node:ident, $accumulate:ident, $conclude:ident) => {
         /// # Safety
         /// As [`Kernel`](super::Kernel) says, on a machine with the instructions of the function's name.
         $(#[$attribute])*
@@ -136,19 +185,48 @@ macro_rules! compiled_for {
             // SAFETY: passed on to the caller.
             unsafe { reduce_by_node::<T, D, C>(destination, sources, nodes, count, mean) }
         }
+
+        /// # Safety
+        /// As [`Accumulate`](super::Accumulate) says, on a machine with the instructions of the function's name.
+        $(#[$attribute])*
+        pub(super) unsafe fn $accumulate<T: Element, D: Domain<T>, C: Combine<D::Accumulator>>(
+            sums: *mut u8,
+            sources: &[*const u8],
+            count: usize,
+        ) {
+            // SAFETY: passed on to the caller.
+            unsafe { accumulate_all::<T, D, C>(sums, sources, count) }
+        }
+
+        /// # Safety
+        /// As [`Conclude`](super::Conclude) says, on a machine with the instructions of the function's name.
+        $(#[$attribute])*
+        pub(super) unsafe fn $conclude<T: Element, D: Domain<T>, C: Combine<D::Accumulator>>(
+            destination: *mut u8,
+            sums: &[*const u8],
+            count: usize,
+            divisor: Option<usize>,
+        ) {
+            // SAFETY: passed on to the caller.
+            unsafe { conclude_all::<T, D, C>(destination, sums, count, divisor) }
+        }
     };
 }
 
-compiled_for!(baseline, baseline_by_node);
+compiled_for!(baseline, baseline_by_node, baseline_accumulate, baseline_conclude);
 compiled_for!(
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,f16c")]
     avx2,
-    avx2_by_node
+    avx2_by_node,
+    avx2_accumulate,
+    avx2_conclude
 );
 compiled_for!(
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq")]
     avx512,
-    avx512_by_node
+    avx512_by_node,
+    avx512_accumulate,
+    avx512_conclude
 );

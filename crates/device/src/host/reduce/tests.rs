@@ -263,3 +263,34 @@ fn ranks_of_one_node_give_the_bits_of_the_plain_reduction() {
         }
     }
 }
+
+/// Every dtype, operator and level: the accumulators of each node, then their conclusion.
+#[test]
+fn the_two_halves_give_the_bits_of_the_reduction_by_node() {
+    let mut bits = Bits(9);
+    let (nodes, of_nodes) = ([0, 1, 0, 2, 1], [&[0, 2][..], &[1, 4], &[3]]);
+    for &dtype in DType::NUMERIC {
+        let operators = ReduceOp::ALL.into_iter().filter(|op| !op.is_bitwise() || !dtype.is_float());
+        for op in operators {
+            let count = 1100;
+            let sources: Vec<_> = nodes.iter().map(|_| bits.bytes(count * dtype.size())).collect();
+            let pointers: Vec<_> = sources.iter().map(|s| s.as_ptr()).collect();
+            for simd in Simd::available() {
+                let reducer = Reducer::with_simd(dtype, op, simd);
+                let (mut whole, mut halves) = (sources[0].clone(), sources[0].clone());
+                let mut sums = vec![vec![0u8; count * reducer.accumulator_size()]; of_nodes.len()];
+                // SAFETY: all buffers have `count` elements or accumulators, and the outputs are apart.
+                unsafe {
+                    reducer.run_by_node(whole.as_mut_ptr(), &pointers, &nodes, count);
+                    for (sums, ranks) in sums.iter_mut().zip(of_nodes) {
+                        let of_node: Vec<_> = ranks.iter().map(|&rank| pointers[rank]).collect();
+                        reducer.accumulate(sums.as_mut_ptr(), &of_node, count);
+                    }
+                    let sums: Vec<_> = sums.iter().map(|sums| sums.as_ptr()).collect();
+                    reducer.conclude(halves.as_mut_ptr(), &sums, nodes.len(), count);
+                }
+                assert_eq!(halves, whole, "{dtype} {op} {simd:?}");
+            }
+        }
+    }
+}

@@ -1,4 +1,4 @@
-//! From a plan to the steps of one rank: this module has the steps that synchronise, [`data`] those that move bytes.
+//! Compiles a plan into the steps of one rank. This module has the steps that synchronise; [`data`] has those that move bytes.
 
 mod data;
 

@@ -102,7 +102,7 @@ impl Api {
         Err(EngineError::Call { function, code: status.into(), text: text.to_string_lossy().into_owned() })
     }
 
-    /// Makes a context for active messages between so many peers. `settings` are names without `UCX_` with their values.
+    /// Makes a context for active messages between `peers` peers. `settings` are names without `UCX_` with their values.
     pub(super) fn context(&self, peers: usize, settings: &[(&str, &str)]) -> Result<Context, EngineError> {
         let functions = &self.functions;
         let mut config: Config = ptr::null_mut();

@@ -101,7 +101,7 @@ impl Ucx {
             .map_err(|error| EngineError::System { what: "an eventfd", reason: error.to_string() })?;
         let shared = Shared::new(api, worker.0, peers, api.survey(context.0).leaves_the_machine());
         shared.lock().listen()?;
-        // From here on the engine's drop ends both.
+        // The engine's drop ends worker and context, so they are not dropped here.
         std::mem::forget(worker);
         let context = context.keep();
         // SAFETY: UCX keeps the descriptor open as long as the worker.
@@ -189,7 +189,7 @@ fn address_of(api: &Api, worker: ffi::Worker) -> Result<Vec<u8>, EngineError> {
     // SAFETY: the worker is open; writes a pointer and a length.
     let status = unsafe { (api.functions.worker_get_address)(worker, &mut address, &mut len) };
     api.check("ucp_worker_get_address", status)?;
-    // SAFETY: UCX has allocated so many bytes, and frees them below.
+    // SAFETY: UCX has allocated `len` bytes, and frees them below.
     let bytes = unsafe { std::slice::from_raw_parts(address.cast::<u8>(), len) };
     let named = [&NAME[..], &check_sum(bytes), bytes].concat();
     // SAFETY: the address came from this worker.

@@ -35,7 +35,7 @@ impl World {
         } else if !self.has_all() {
             return self.give_up(rank);
         }
-        // From here on the call ends: a rank that has returned with an error before must be noticed.
+        // The call ends here, so it must notice a rank that has returned with an error before.
         let has_left = self.left.iter().any(|left| left.load(Ordering::Acquire) > 0);
         let marked = if self.looks_last { self.mark.includes(ROUND) } else { marked_before };
         assert!(marked || !has_left, "rank {rank} has a result after another rank gave up");

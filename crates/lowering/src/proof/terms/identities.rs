@@ -33,8 +33,8 @@ pub(crate) struct Row {
     pub(crate) to_the_bit: Elements,
     /// For which it holds among real numbers: those that [`Numerics::Close`] uses it for.
     pub(crate) of_reals: Elements,
-    /// By how many roundings to the result's elements each of the two may differ from the exact result, relative to the largest
-    /// number on the way.
+    /// The number of roundings to the result's elements by which each of the two programs may differ from the exact result, relative to
+    /// the largest number on the way.
     pub(crate) roundings: u32,
     /// Two programs that are equal: `%r` of `%x`, `%y` and `%z`, which are `T[4,8]`; `W` has all values of `T`.
     pub(crate) sides: [&'static str; 2],

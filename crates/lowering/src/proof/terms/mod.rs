@@ -75,9 +75,9 @@ pub(crate) enum Node {
     Sum(Element, Bag, Option<Term>),
     /// Terms multiplied in any order, and a number.
     Product(Element, Bag, Option<Term>),
-    /// A reduction of so many neighbours each, computed in these elements.
+    /// A reduction of each group of this number of neighbours, computed in these elements.
     Rows(Reduction, Element, Id<SymExpr>, Term),
-    /// Elements at these places of a sequence of so many.
+    /// The elements at these places of a sequence of this number of elements.
     Moved(Id<Places>, Id<SymExpr>, Term),
     /// Memory in which elements at some places have been replaced.
     Written(Term, Id<Places>, Term),
@@ -282,7 +282,7 @@ impl Terms {
         self.opaque(Node::Rows(op, element, extent, x), own.unwrap_or(element))
     }
 
-    /// The sum over a group of so many ranks of such elements.
+    /// The sum of elements `of` over a group of `size` ranks.
     fn group_sum(&mut self, group: &str, size: u32, of: Element, x: Term) -> Term {
         if size == 1 && self.may(Identity::RankAlone, of) {
             return x;

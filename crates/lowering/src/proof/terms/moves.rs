@@ -114,7 +114,8 @@ impl Terms {
         self.written(between, &places, None, value)
     }
 
-    /// Memory in which the elements at some places have been replaced: all of them, if it has so many.
+    /// Memory in which the elements at `places` have been replaced. If the memory has `size` elements and these are all of its places,
+    /// it is the new value.
     pub(super) fn written(
         &mut self,
         old: Term,
@@ -132,7 +133,7 @@ impl Terms {
         self.intern(Node::Written(old, places, value), Facts { elements, weight: 1 })
     }
 
-    /// What a view shows of memory of so many elements.
+    /// The elements that a view shows of memory of `size` elements.
     pub(super) fn shown(&mut self, memory: Term, size: &SymExpr, ty: &Type) -> Term {
         let Some(mut places) = Places::of(ty) else { return memory };
         if Fault::OffsetsAreForgotten.is_present() {

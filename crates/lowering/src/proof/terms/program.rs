@@ -92,7 +92,7 @@ impl Terms {
             if op.kind.has_effect() && matches!(op.kind, Kind::Opaque { .. }) {
                 effects += 1;
             }
-            // Of results in one storage each is written into what the one before has left.
+            // If results lie in one storage, each is written into what the result before it has left.
             let is_chain = op.outs.len() > 1 && op.kind.coll().is_some_and(|coll| coll.in_place);
             let mut left: HashMap<Option<StoreId>, Term> = HashMap::default();
             for (index, out) in op.outs.iter().enumerate() {

@@ -25,7 +25,7 @@ mod place;
 pub enum CanRealize {
     /// It can.
     Yes,
-    /// It can, in so many bytes: its size is not known, but bounded.
+    /// It can, in a buffer of this number of bytes: its size is not known, but has this bound.
     AtMost(u64),
     /// It cannot, for this reason.
     No(String),

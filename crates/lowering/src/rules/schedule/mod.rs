@@ -45,7 +45,7 @@ pub(super) fn apply(cx: &mut Context<'_>) {
 }
 
 /// The graph in the best order that was found, with its predicted time, if that is less than the graph's own. Its tensors take at
-/// most so many bytes more at once.
+/// most `more_bytes` bytes more at once than the graph's.
 fn improved(
     graph: &Graph,
     costs: &Costs,
@@ -169,7 +169,7 @@ mod tests {
 
     const ALL: fn(&str) -> bool = |_| true;
 
-    /// A program of so many operations, or one more, on 512 × 512 elements: products, functions of elements, and sums over ranks.
+    /// A program of `operations` operations, or one more, on 512 × 512 elements: products, functions of elements, and sums over ranks.
     fn program(random: &mut impl FnMut(usize) -> usize, operations: usize) -> Graph {
         let mut text = String::from(
             "group tp size 2\ngroup dp size 2\n%x: f32[512,512] = input()\n%y: f32[512,512] = input()\n",

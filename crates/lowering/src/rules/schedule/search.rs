@@ -11,7 +11,7 @@ use crate::{
     rules::most_trials,
 };
 
-/// A search among the orders of a graph whose tensors take at most so many bytes at once.
+/// A search among the orders of a graph in which tensors take at most `budget` bytes at once.
 pub(super) struct Search<'g> {
     graph: &'g Graph,
     analysis: &'g Analysis,

@@ -10,7 +10,7 @@ use crate::plan::Plan;
 /// Makes one operation of neighbours in a thread block wherever one can do the work of both, and takes back what one of
 /// two neighbours asks of [`DataSync`](crate::DataSync) where the other has the threads meet there already.
 ///
-/// From left to right, an operation takes in the next one as long as that is possible; nothing is moved. Reductions with
+/// The pass goes from left to right. An operation takes in the next one as long as that is possible; nothing is moved. Reductions with
 /// the same first source and the same destination become one with all their sources, also where the destination is another
 /// chunk than that source, and so would be overwritten by the second: the fused reduction accumulates. The rules are those
 /// of MSCCL++ 0.9.0.

@@ -156,7 +156,7 @@ impl Found {
     }
 }
 
-/// How many rows of so many elements there are.
+/// The number of rows of `hidden` elements in a tensor.
 fn rows_of(name: &str, tensor: &Tensor, hidden: usize) -> Result<usize> {
     match tensor.count.checked_rem(hidden) {
         Some(0) => Ok(tensor.count / hidden),

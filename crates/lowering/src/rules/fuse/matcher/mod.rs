@@ -333,8 +333,8 @@ impl Terms {
         }
     }
 
-    /// The sum over a group of so many ranks. Under [`Numerics::Close`], and for integers, that of a sum is a sum, and a sign
-    /// comes outside.
+    /// The sum over a group of `size` ranks. Under [`Numerics::Close`], and for integers, the sum over ranks of a sum becomes a sum of
+    /// such sums, and a sign comes outside.
     pub(crate) fn group_sum(&mut self, group: &str, size: u32, of: Element, x: Term) -> Term {
         if size == 1 {
             return x;

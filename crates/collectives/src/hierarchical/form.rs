@@ -1,0 +1,77 @@
+//! The choice between the mirrored and the hierarchical form of a reduction.
+
+use std::cell::Cell;
+
+use antiphon_fabric::{Communicator, Nodes};
+
+use super::Kind;
+use crate::error::{CollectiveError, Result};
+
+/// What the hierarchical form adds to the number of an algorithm in a signature: ranks that choose differently disagree about the call.
+pub(crate) const HIERARCHICAL: u8 = 0x40;
+
+/// From so many bytes on, a reduce or a reduce-scatter goes by nodes: below, the round that this takes more costs more than it saves.
+const WORTH: usize = 1 << 20;
+
+/// How a reduction of ranks on several nodes goes. The result has the same bits in both forms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Form {
+    /// What a rank posts for all ranks goes to all nodes.
+    Mirrored,
+    /// The ranks of a node add up first, and the nodes exchange their sums.
+    Hierarchical,
+}
+
+/// The caller's choice.
+#[derive(Default)]
+struct Preferred(Cell<Option<Form>>);
+
+/// Carries reductions of this communicator out in a form, from now on, or again in the one that is expected to be faster. All ranks choose the
+/// same. Where all ranks are on one node there is nothing to choose. An all-reduce that is one-shot is always mirrored.
+///
+/// # Errors
+/// None at present.
+pub fn prefer(comm: &Communicator, form: impl Into<Option<Form>>) -> Result<()> {
+    preferred(comm)?.0.set(form.into());
+    Ok(())
+}
+
+fn preferred(comm: &Communicator) -> Result<&Preferred> {
+    comm.extension(|_| Ok::<_, CollectiveError>(Preferred::default()))
+}
+
+/// The nodes, if a reduction goes by them, of elements of `size` bytes whose unrounded sums have `sum_size`. `suggested` is what its size
+/// suggests, if that matters.
+#[inline]
+pub(crate) fn form(
+    comm: &Communicator,
+    kind: Kind,
+    suggested: Option<Form>,
+    size: usize,
+    sum_size: impl FnOnce() -> usize,
+) -> Result<Option<&Nodes>> {
+    let Some(nodes) = comm.several_nodes() else { return Ok(None) };
+    let is_chosen = match preferred(comm)?.0.get() {
+        Some(form) => form == Form::Hierarchical,
+        None => suggested != Some(Form::Mirrored) && sends_less(nodes, kind, size, sum_size()),
+    };
+    Ok(is_chosen.then_some(nodes))
+}
+
+/// What the size in bytes suggests for a reduce or a reduce-scatter.
+pub(crate) fn suggested(bytes: usize) -> Form {
+    if bytes < WORTH { Form::Mirrored } else { Form::Hierarchical }
+}
+
+/// Whether the hierarchical form sends fewer bytes through the busiest link.
+///
+/// Of `n` bytes, a mirrored two-shot sends `L·n` from a node of `L` ranks to each other, and a reduction for some of the ranks sends `L` times
+/// what is for the other node. In the hierarchical form it is once the sums of what is owned there and the own results, of which each rank
+/// owns `n/W`.
+pub(crate) fn sends_less(nodes: &Nodes, kind: Kind, size: usize, sum_size: usize) -> bool {
+    let most = (0..nodes.count()).map(|node| nodes.ranks(node).len()).max().unwrap_or(1);
+    match kind {
+        Kind::AllReduce => sum_size + size < nodes.world_size() * size,
+        Kind::Reduce(_) | Kind::ReduceScatter => sum_size < most * size,
+    }
+}
