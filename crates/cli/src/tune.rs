@@ -13,9 +13,10 @@ use antiphon::{
 
 use crate::{ExitStatus, FAILURE, SUCCESS};
 use crate::{
-    bench::{DeviceKind, gpus},
+    bench::DeviceKind,
     launch::Launch,
     machine::{Cores, Files},
+    report::Gpus,
 };
 
 /// Measure which all-reduce is fastest at which size on this machine, and keep the answer.
@@ -56,19 +57,12 @@ pub fn execute(args: Args) -> ExitStatus {
 }
 
 fn start(args: &Args) -> Result<ExitStatus> {
-    let cores = Cores::count(&Files::system()).usable();
+    let cores = || Cores::count(&Files::system()).usable();
     let ranks = match args.device {
-        DeviceKind::Host => args.ranks.unwrap_or(cores.clamp(2, 8)),
-        DeviceKind::Cuda => gpus(args.ranks)?.names.len(),
+        DeviceKind::Host => args.ranks.unwrap_or_else(|| cores().clamp(2, 8)),
+        DeviceKind::Cuda => Gpus::of_ranks(args.ranks)?.names.len(),
     };
-    let mut launch = Launch::again(ranks);
-    launch.bind = launch.ranks <= cores;
-    launch.capture = false;
-    let outcome = launch.run(|_, _, _| Ok(()))?;
-    if !outcome.success() {
-        eprint!("{}", outcome.report());
-    }
-    Ok(outcome.exit_code())
+    Ok(Launch::workers(ranks)?)
 }
 
 fn work(device: DeviceKind) -> Result<ExitStatus> {

@@ -2,21 +2,9 @@
 //!
 //! The command starts one worker process per rank (itself, with a hidden flag) and shows the rows that rank 0 measures.
 //!
-//! * `case` says what is measured: which collective, with which buffers.
-//! * `pattern` makes inputs, and computes every element of the outputs.
-//! * `mixed` is a layout of tensor and data parallel ranks, with the operations that it has.
-//! * `moe` measures dispatch and combine of a mixture of experts.
-//! * `engine` measures messages between two ranks by the engine between machines.
-//! * `worker` is the work of a rank: it verifies, times, and verifies again.
-//! * `cuda` is the same on GPUs, beside NCCL.
+//! `antiphon-bench` says what is measured, and measures it; `tail` shows the rows of `--tail`.
 
-mod case;
-mod cuda;
-mod engine;
-mod mixed;
-mod moe;
-mod pattern;
-mod worker;
+mod tail;
 
 use std::{
     fs::File,
@@ -30,9 +18,9 @@ use std::{
 use antiphon::{
     collectives::all_reduce::Algorithm,
     device::ReduceOp,
-    operation::Operation,
     tensor::{DType, TensorError},
 };
+use antiphon_bench::{Algorithms, Device, Found, Pace, Settings, Shape, Subject, TAIL_MOST_ROWS, Tail};
 use clap::{ValueEnum, builder::PossibleValue};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -40,13 +28,9 @@ use crate::{ExitStatus, FAILURE, SUCCESS};
 use crate::{
     launch::{Launch, Outcome, Stream},
     machine,
-    report::{Machine, Row, Table, plot, write_json},
+    report::{Gpus, Machine, Row, Table, plot, write_json},
     sizes::Sizes,
 };
-
-use case::Case;
-pub use case::Collective;
-pub(crate) use cuda::gpus;
 
 /// Verify and time collectives between processes of this machine.
 ///
@@ -98,7 +82,7 @@ pub struct Args {
 
     /// For `mixed`: tensor parallel ranks of a group × groups; the product is the number of ranks
     #[arg(long, value_name = "TPxDP", default_value = "2x2")]
-    layout: mixed::Shape,
+    layout: Shape,
 
     /// How all-reduce is done [default: auto; on cuda all]
     #[arg(long, value_enum)]
@@ -131,7 +115,7 @@ pub struct Args {
 
     /// With --tail: tokens of a tensor, each of 7168 elements, at most 2048
     #[arg(long, requires = "tail", value_delimiter = ',', default_value = "1,16,64,256,512,2048",
-          value_parser = clap::value_parser!(u64).range(1..=cuda::tail::MOST_ROWS))]
+          value_parser = clap::value_parser!(u64).range(1..=TAIL_MOST_ROWS))]
     rows: Vec<u64>,
 
     /// With --tail: by how many microseconds a rank is late, at most 100,000
@@ -164,52 +148,26 @@ pub struct Args {
     worker: bool,
 }
 
-/// One collective, the usual five, or those of a mixed layout.
+/// What can be measured, by names as they are written on a command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Which {
-    All,
-    Mixed,
-    One(Collective),
-}
+struct Which(Subject);
 
 impl ValueEnum for Which {
     fn value_variants<'a>() -> &'a [Self] {
-        static ALL: LazyLock<Vec<Which>> = LazyLock::new(|| {
-            [Which::All, Which::Mixed].into_iter().chain(Collective::all().map(Which::One)).collect()
-        });
+        static ALL: LazyLock<Vec<Which>> = LazyLock::new(|| Subject::every().map(Which).collect());
         &ALL
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
-        /// Names as they are written on a command line.
-        static NAMES: LazyLock<Vec<(Collective, String)>> = LazyLock::new(|| {
-            Collective::all().map(|collective| (collective, collective.name().replace('_', "-"))).collect()
+        static NAMES: LazyLock<Vec<(Which, String)>> = LazyLock::new(|| {
+            Subject::every().map(|subject| (Which(subject), subject.name().replace('_', "-"))).collect()
         });
-        let help = match self {
-            Self::All => "All-reduce, all-gather, reduce-scatter, all-to-all and broadcast",
-            Self::Mixed => {
-                "Sums in groups of tensor parallel ranks with a gather or a scatter between them, of a --layout, in every mode"
-            }
-            Self::One(Collective::SEND_RECV) => "A tensor from rank 0 to rank 1 and back",
-            Self::One(Collective::DISPATCH) => {
-                "Tokens to the ranks of their experts: of 8 for each rank, two for each token; counts are exchanged in each call"
-            }
-            Self::One(Collective::COMBINE) => "What those ranks made of tokens, back and summed",
-            Self::One(Collective::Memory) => {
-                "The floor of any all-reduce: every rank reads its input and writes its output, all at once"
-            }
-            Self::One(Collective::Engine) => {
-                "A message between two ranks by the engine between machines (UCX): the time one way, the bandwidth of 16 under way"
-            }
-            Self::One(_) => "",
-        };
-        let name = match self {
-            Self::All => "all",
-            Self::Mixed => "mixed",
-            Self::One(collective) => &NAMES.iter().find(|(named, _)| named == collective)?.1,
-        };
-        let value = PossibleValue::new(name);
-        Some(if help.is_empty() { value } else { value.help(help) })
+        let (_, name) = NAMES.iter().find(|(named, _)| named == self)?;
+        let value = PossibleValue::new(name.as_str());
+        Some(match self.0.about() {
+            Some(help) => value.help(help),
+            None => value,
+        })
     }
 }
 
@@ -267,86 +225,31 @@ fn positive_seconds(text: &str) -> Result<Duration, String> {
 }
 
 impl Args {
-    fn collectives(&self) -> Vec<Collective> {
-        use Operation::{AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter};
-        match self.collective {
-            Which::All => {
-                [AllReduce, AllGather, ReduceScatter, AllToAll, Broadcast].map(Collective::Of).into()
-            }
-            Which::Mixed => self.layout.all().map(Collective::Mixed).collect(),
-            Which::One(collective) => vec![collective],
-        }
-    }
-
-    fn sizes(&self) -> Vec<u64> {
-        let default = match (self.device, self.collective) {
-            (DeviceKind::Cuda, _) => cuda::SIZES,
-            (DeviceKind::Host, Which::All | Which::Mixed) => "64..16M:8",
-            (DeviceKind::Host, Which::One(_)) => "4..64M:4",
-        };
-        self.sizes.clone().unwrap_or_else(|| default.parse().expect("the default reads well")).0
-    }
-
-    /// A case of a collective and size, as it is chosen.
-    fn case(&self, collective: Collective, bytes: u64) -> Case {
-        Case {
-            collective,
-            bytes,
-            algorithm: None,
-            mode: None,
+    fn settings(&self) -> Settings {
+        Settings {
+            subject: self.collective.0,
+            device: if self.device == DeviceKind::Cuda { Device::Cuda } else { Device::Host },
+            ranks: self.ranks,
             dtype: self.dtype,
+            sizes: self.sizes.clone().map(|sizes| sizes.0),
             op: self.op,
-            tensors: self.tensors.get(),
-        }
-    }
-
-    /// All-reduce has a row per algorithm, the others one.
-    fn algorithms(&self, collective: Collective) -> Vec<Option<Algorithm>> {
-        match (collective, self.algorithm.unwrap_or(AlgorithmChoice::Auto)) {
-            (Collective::ALL_REDUCE, AlgorithmChoice::OneShot) => vec![Some(Algorithm::OneShot)],
-            (Collective::ALL_REDUCE, AlgorithmChoice::TwoShot) => vec![Some(Algorithm::TwoShot)],
-            (Collective::ALL_REDUCE, AlgorithmChoice::All) => Algorithm::ALL.map(Some).to_vec(),
-            _ => vec![None],
-        }
-    }
-
-    /// Everything to measure, in order. Every rank makes the same list.
-    fn cases(&self) -> Vec<Case> {
-        let mut cases = Vec::new();
-        for collective in self.collectives() {
-            for bytes in self.sizes() {
-                let case = self.case(collective, bytes);
-                match collective {
-                    Collective::Mixed(mixed) => {
-                        cases.extend(mixed.modes().map(|mode| Case { mode, ..case }));
-                    }
-                    _ => {
-                        let algorithms = self.algorithms(collective).into_iter();
-                        cases.extend(algorithms.map(|algorithm| Case { algorithm, ..case }));
-                    }
-                }
-            }
-        }
-        cases
-    }
-
-    fn rows(&self) -> usize {
-        match self.device {
-            DeviceKind::Host => self.cases().len(),
-            DeviceKind::Cuda => cuda::rows(self),
-        }
-    }
-
-    fn ranks(&self, cores: usize) -> usize {
-        self.fixed_ranks().unwrap_or(cores.clamp(2, 8))
-    }
-
-    /// How many ranks there are, if the machine has no say.
-    fn fixed_ranks(&self) -> Option<usize> {
-        match self.collective {
-            Which::Mixed => Some(self.layout.ranks()),
-            Which::One(Collective::Engine) => Some(engine::RANKS),
-            _ => self.ranks,
+            layout: self.layout,
+            algorithms: self.algorithm.map(|choice| match choice {
+                AlgorithmChoice::Auto => Algorithms::Auto,
+                AlgorithmChoice::OneShot => Algorithms::Only(Algorithm::OneShot),
+                AlgorithmChoice::TwoShot => Algorithms::Only(Algorithm::TwoShot),
+                AlgorithmChoice::All => Algorithms::All,
+            }),
+            tensors: self.tensors,
+            symmetric: self.buffers == Buffers::Symmetric,
+            pace: Pace { seconds: self.seconds, iterations: self.iterations },
+            tail: self.tail.then(|| Tail {
+                priority: self.priority,
+                rows: self.rows.clone(),
+                skews: self.skews.clone(),
+                alone: self.alone,
+            }),
+            staging: self.staging,
         }
     }
 }
@@ -354,10 +257,12 @@ impl Args {
 /// Runs the command: 0 when every element was right, 1 when one was not, else how the ranks failed.
 pub fn execute(args: Args) -> ExitStatus {
     if args.worker {
-        return match args.device {
-            DeviceKind::Host => worker::execute(&args),
-            DeviceKind::Cuda if args.tail => cuda::tail::execute(&args),
-            DeviceKind::Cuda => cuda::execute(&args),
+        return match antiphon_bench::run(&args.settings(), &tell) {
+            Ok(()) => SUCCESS,
+            Err(error) => {
+                eprintln!("{error}");
+                FAILURE
+            }
         };
     }
     match measure(&args) {
@@ -369,38 +274,39 @@ pub fn execute(args: Args) -> ExitStatus {
     }
 }
 
+/// A worker's findings: a row is a line of JSON on standard output, and everything for people is on standard error.
+fn tell(found: Found) {
+    let line = match found {
+        Found::Row(row) => serde_json::to_string(&row),
+        Found::Tail(row) => serde_json::to_string(&row),
+        Found::Note(text) => {
+            // When no process reads any more, the launcher has ended, and this process ends too; below too.
+            let _ = writeln!(io::stderr(), "{text}");
+            return;
+        }
+    };
+    let _ = writeln!(io::stdout(), "{}", line.expect("a row is plain data"));
+}
+
 fn measure(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
-    let mut machine = Machine::this();
-    if args.tail && args.device == DeviceKind::Host {
-        return Err("--tail is for --device cuda".into());
-    }
-    if args.tensors.get() > 1 && args.device == DeviceKind::Host {
-        return Err("--tensors is for --device cuda".into());
-    }
-    if args.collective == Which::Mixed {
-        mixed::refuse(args)?;
-    }
-    if args.collective == Which::One(Collective::Engine) {
-        engine::refuse(args)?;
-    }
+    let (settings, mut machine) = (args.settings(), Machine::this());
+    settings.refuse(args.plot.is_some())?;
     if args.device == DeviceKind::Cuda {
-        cuda::refuse(args)?;
-        machine.gpus = Some(cuda::gpus(args.fixed_ranks())?);
+        machine.gpus = Some(Gpus::of_ranks(settings.fixed_ranks())?);
     }
-    if args.buffers == Buffers::Symmetric
-        && let Some(of) = args.collectives().into_iter().find(|of| of.is_of_experts())
-    {
-        return Err(format!("--buffers symmetric is not for {}", of.name()).into());
+    let on_host = || settings.fixed_ranks().unwrap_or(machine.cores.clamp(2, 8));
+    let ranks = machine.gpus.as_ref().map_or_else(on_host, |gpus| gpus.names.len());
+    for (size, bytes) in settings.memory(ranks) {
+        machine::refuse_beyond_memory(size, ranks, bytes)?;
     }
-    refuse_beyond_memory(args, &machine)?;
     // Files that cannot be written should be known before the minutes of measuring.
     let json = args.json.as_ref().map(create).transpose()?;
     if args.tail {
-        return cuda::tail::measure(args, &machine, json);
+        return tail::measure(launch(args, &machine, ranks), &machine, json);
     }
     let svg = args.plot.as_ref().map(create).transpose()?;
-    let launch = launch(args, &machine);
-    let mut show = Show::new(&machine, args.rows() as u64)?;
+    let launch = launch(args, &machine, ranks);
+    let mut show = Show::new(&machine, settings.rows() as u64)?;
     let outcome = launch.run(|rank, stream, line| show.line(rank, stream, line))?;
     let rows = show.finish(&outcome)?;
     if !outcome.success() {
@@ -425,33 +331,18 @@ fn create(path: &PathBuf) -> io::Result<File> {
     open.map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
 }
 
-/// On how many ranks.
-fn ranks(args: &Args, machine: &Machine) -> usize {
-    machine.gpus.as_ref().map_or_else(|| args.ranks(machine.cores), |gpus| gpus.names.len())
-}
-
-/// Refuses sizes whose tensors do not fit the memory. On GPUs too: what goes there is made, and what comes back compared,
-/// in the memory of the host.
-fn refuse_beyond_memory(args: &Args, machine: &Machine) -> Result<(), String> {
-    let ranks = ranks(args, machine);
-    // A copy in symmetric memory stands beside the tensor that it is filled from.
-    let copies = if args.buffers == Buffers::Symmetric { 2 } else { 1 };
-    args.cases().into_iter().try_for_each(|case| {
-        let (input, output) = case.counts(ranks.max(1) - 1, ranks.max(1)); // of the last rank, whose part is the longest
-        let elements = (input as u128 + output as u128) * copies * ranks as u128;
-        machine::refuse_beyond_memory(case.bytes, ranks, elements * case.dtype.size() as u128)
-    })
-}
-
 /// The same command on every rank, as workers.
-fn launch(args: &Args, machine: &Machine) -> Launch {
-    let ranks = ranks(args, machine);
+fn launch(args: &Args, machine: &Machine, ranks: usize) -> Launch {
     let mut launch = Launch::again(ranks);
     launch.bind = !args.no_bind && ranks <= machine.cores;
     // A benchmark that waits longer than this for a peer is broken, whatever the environment says.
     launch.env.push(("ANTIPHON_TIMEOUT".into(), "60".into()));
     if machine.gpus.is_some() {
-        cuda::prepare(&mut launch);
+        // NCCL uses multicast wherever the GPUs have it, and Antiphon does not. A user who wants NCCL to use it sets the variable.
+        const MULTICAST: &str = "NCCL_NVLS_ENABLE";
+        if std::env::var_os(MULTICAST).is_none() {
+            launch.env.push((MULTICAST.into(), "0".into()));
+        }
     }
     launch
 }

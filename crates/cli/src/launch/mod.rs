@@ -51,6 +51,11 @@ use pump::Pump;
 use spawn::Children;
 use supervisor::Supervisor;
 
+use crate::{
+    ExitStatus,
+    machine::{Cores, Files},
+};
+
 /// The most ranks that one launch starts.
 pub const MAX_RANKS: usize = 4096;
 
@@ -134,6 +139,17 @@ impl Launch {
         let mut command = std::env::args_os();
         let program = command.next().unwrap_or_default();
         Self { args: command.chain(["--worker".into()]).collect(), ..Self::new(program, ranks) }
+    }
+
+    /// [Runs this command line again](Self::again) on ranks that write to this process's own outputs, bound where each can have a
+    /// core, and says how they ended.
+    pub(crate) fn workers(ranks: usize) -> Result<ExitStatus, LaunchError> {
+        let bind = ranks <= Cores::count(&Files::system()).usable();
+        let outcome = Self { bind, capture: false, ..Self::again(ranks) }.run(|_, _, _| Ok(()))?;
+        if !outcome.success() {
+            eprint!("{}", outcome.report());
+        }
+        Ok(outcome.exit_code())
     }
 
     /// The first of this node's ranks, as the world numbers it.

@@ -5,79 +5,15 @@ mod json;
 mod plot;
 mod table;
 
-use serde::{Deserialize, Deserializer, Serialize};
+use antiphon::device::cuda::{CudaError, Driver, Nccl, Nvml, Nvrtc};
+use serde::{Deserialize, Serialize};
 
 use crate::machine::{Cores, Files, cpu, kernel};
 
+pub use antiphon_bench::{OnGpu, Row, algbw_gbs};
 pub use json::{JsonError, Recorded, SCHEMA, read_json, write_json};
 pub use plot::plot;
 pub use table::{Summary, Table};
-
-/// One measurement: one collective at one size with one algorithm.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Row {
-    /// The collective, such as `all_reduce`.
-    pub collective: String,
-    /// The size that the bandwidths are computed from: that of the whole vector, as in nccl-tests.
-    pub bytes: u64,
-    /// The number of elements in it.
-    pub count: u64,
-    /// Their type.
-    pub dtype: String,
-    /// The reduction; `None` for a collective that does not reduce.
-    pub op: Option<String>,
-    /// The algorithm that ran.
-    pub algorithm: String,
-    /// How many ranks took part.
-    pub ranks: usize,
-    /// Microseconds for one call: the median over iterations of the slowest rank.
-    #[serde(deserialize_with = "null_is_nan")]
-    pub latency_us: f64,
-    /// The fastest iteration.
-    #[serde(deserialize_with = "null_is_nan")]
-    pub min_us: f64,
-    /// The slowest iteration.
-    #[serde(deserialize_with = "null_is_nan")]
-    pub max_us: f64,
-    /// Algorithm bandwidth: bytes by time, in 10^9 bytes per second.
-    #[serde(deserialize_with = "null_is_nan")]
-    pub algbw_gbs: f64,
-    /// Bus bandwidth: the same times the operation's [`BusFactor`](antiphon::operation::BusFactor).
-    #[serde(deserialize_with = "null_is_nan")]
-    pub busbw_gbs: f64,
-    /// How many elements were wrong.
-    pub errors: u64,
-    /// The largest difference from the right value.
-    #[serde(deserialize_with = "null_is_nan")]
-    pub max_error: f64,
-    /// The columns of GPUs alone.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub gpu: Option<OnGpu>,
-}
-
-/// The further columns of a row measured on GPUs. Times are those of the slowest rank, in microseconds.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct OnGpu {
-    /// How many calls were in the graph that was timed.
-    pub calls: u32,
-    /// The host's time for one call that is not in a graph; `None` where the GPU's time hides it.
-    pub host_us: Option<f64>,
-    /// The time of one call where only the ranks' hosts have met before, and their GPUs are not lined up.
-    pub free_us: f64,
-    /// The host's time for launching an empty kernel.
-    pub launch_us: f64,
-    /// The time of NCCL for the same call in the same run; `None` without NCCL.
-    pub nccl_us: Option<f64>,
-    /// NCCL's without a line-up.
-    pub nccl_free_us: Option<f64>,
-    /// The host's time for NCCL's call.
-    pub nccl_host_us: Option<f64>,
-}
-
-/// JSON has no NaN and no infinity: both are written as null.
-fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
-    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
-}
 
 /// Where and when rows were measured. The host's name is left out: results are made to be shown.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -113,6 +49,26 @@ pub struct Gpus {
 }
 
 impl Gpus {
+    /// Those that so many ranks will use, one each; all of them without a number.
+    pub(crate) fn of_ranks(ranks: Option<usize>) -> Result<Self, Box<dyn std::error::Error>> {
+        let driver = Driver::load()?;
+        let devices = driver.devices()?;
+        let ranks = ranks.unwrap_or(devices.len());
+        if ranks < 2 || ranks > devices.len() {
+            let text =
+                format!("{ranks} ranks: from 2 to {}, a GPU for each that this process sees", devices.len());
+            return Err(text.into());
+        }
+        let names = devices[..ranks].iter().map(|device| Ok(device.properties()?.name));
+        Ok(Self {
+            names: names.collect::<Result<_, CudaError>>()?,
+            driver: Nvml::load().and_then(Nvml::driver_version).ok(),
+            cuda: driver.version().to_string(),
+            nvrtc: Nvrtc::load().map(|nvrtc| nvrtc.version().to_string()).ok(),
+            nccl: Nccl::load().map(|nccl| nccl.version().to_string()).ok(),
+        })
+    }
+
     /// In one line: how many of what, and the versions.
     fn in_words(&self) -> String {
         let mut kinds: Vec<(&str, usize)> = Vec::new();
@@ -150,11 +106,6 @@ impl Machine {
     fn cores_in_words(&self) -> String {
         format!("{} core{}", self.cores, if self.cores == 1 { "" } else { "s" })
     }
-}
-
-/// Algorithm bandwidth in 10^9 bytes per second.
-pub fn algbw_gbs(bytes: u64, latency_us: f64) -> f64 {
-    bytes as f64 / latency_us / 1e3
 }
 
 #[cfg(test)]
@@ -214,11 +165,6 @@ mod tests {
     fn gpus_are_counted_by_name_and_what_is_missing_is_said() {
         let expected = "4 × NVIDIA H200, driver 580.95.05, CUDA 13.0, NVRTC 13.0, no NCCL";
         assert_eq!(gpus().in_words(), expected);
-    }
-
-    #[test]
-    fn bandwidth_counts_decimal_gigabytes() {
-        assert_eq!(algbw_gbs(1_000_000_000, 1e6), 1.0);
     }
 
     #[test]

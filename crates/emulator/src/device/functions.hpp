@@ -128,6 +128,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return __builtin_sqrtf(x); }
+inline float rsqrtf(float x) { return 1 / __builtin_sqrtf(x); }
 inline unsigned __vmins2(unsigned a, unsigned b) {
     const int16_t low = (int16_t)a < (int16_t)b ? (int16_t)a : (int16_t)b;
     const int16_t high = (int16_t)(a >> 16) < (int16_t)(b >> 16) ? (int16_t)(a >> 16) : (int16_t)(b >> 16);

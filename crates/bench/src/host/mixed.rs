@@ -4,20 +4,31 @@ use std::str::FromStr;
 
 use antiphon::{
     collectives::{
-        CollectiveError,
-        mixed::{MixedCall, MixedLayout, MixedMode, MixedOp, operation_of},
+        CollectiveError, Communicator,
+        mixed::{MixedCall, MixedHandler, MixedLayout, MixedMode, MixedOp, operation_of},
     },
     device::ReduceOp,
     operation::Operation,
+    tensor::Element,
 };
 
-use super::{Args, case::Segment};
+use super::Plain;
+use crate::{
+    Result, Settings,
+    case::{Case, Segment},
+};
 
-/// A layout of one node: `dp` groups of `tp` tensor parallel ranks each.
+/// What the operations are.
+pub(crate) const ABOUT: &str = "Sums in groups of tensor parallel ranks with a gather or a scatter between them, of a --layout, in \
+     every mode";
+
+/// A layout of one node: groups of tensor parallel ranks. It is written as `2x4`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    pub(super) tp: usize,
-    pub(super) dp: usize,
+    /// Ranks of a group.
+    pub(crate) tp: usize,
+    /// Groups.
+    pub(crate) dp: usize,
 }
 
 impl FromStr for Shape {
@@ -33,17 +44,17 @@ impl FromStr for Shape {
 }
 
 impl Shape {
-    pub(super) fn ranks(self) -> usize {
+    pub(crate) fn ranks(self) -> usize {
         self.tp * self.dp
     }
 
-    pub(super) fn layout(self, rank: usize) -> MixedLayout {
+    pub(crate) fn layout(self, rank: usize) -> MixedLayout {
         let layout = MixedLayout::builder(self.ranks(), rank).local_tp(self.tp).build();
         layout.expect("the ranks are a multiple of tp")
     }
 
     /// The operations of the layout.
-    pub(super) fn all(self) -> impl Iterator<Item = Mixed> {
+    pub(crate) fn all(self) -> impl Iterator<Item = Mixed> {
         self.layout(0).valid_ops().iter().map(move |&op| Mixed { op, shape: self })
     }
 }
@@ -51,27 +62,27 @@ impl Shape {
 /// An operation of a layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mixed {
-    pub(super) op: MixedOp,
-    pub(super) shape: Shape,
+    pub(crate) op: MixedOp,
+    pub(crate) shape: Shape,
 }
 
 impl Mixed {
-    pub(super) fn operation(self) -> Operation {
+    pub(crate) fn operation(self) -> Operation {
         operation_of(self.op)
     }
 
-    pub(super) fn call(self, mode: Option<MixedMode>) -> MixedCall<'static> {
+    pub(crate) fn call(self, mode: Option<MixedMode>) -> MixedCall<'static> {
         MixedCall::from(self.op).mode(mode)
     }
 
     /// The rows: as it is chosen, and each mode.
-    pub(super) fn modes(self) -> impl Iterator<Item = Option<MixedMode>> {
+    pub(crate) fn modes(self) -> impl Iterator<Item = Option<MixedMode>> {
         let modes = MixedMode::valid_in(&self.shape.layout(0));
         [None].into_iter().chain(modes.iter().copied().map(Some))
     }
 
     /// The mode's name in the table.
-    pub(super) fn name(
+    pub(crate) fn name(
         self,
         mode: Option<MixedMode>,
         select: impl FnOnce() -> Result<MixedMode, CollectiveError>,
@@ -83,17 +94,17 @@ impl Mixed {
     }
 
     /// Whether the output is the row of all blocks.
-    pub(super) fn gathers(self) -> bool {
+    pub(crate) fn gathers(self) -> bool {
         matches!(self.op, MixedOp::AllGather | MixedOp::AllReduceAllGather)
     }
 
     /// The elements of a group's block, if the larger buffer has `whole` elements.
-    pub(super) fn block(self, whole: usize) -> usize {
+    pub(crate) fn block(self, whole: usize) -> usize {
         if self.op == MixedOp::AllReduce { whole } else { (whole / self.shape.dp).max(1) }
     }
 
     /// Elements of input and output.
-    pub(super) fn counts(self, block: usize) -> (usize, usize) {
+    pub(crate) fn counts(self, block: usize) -> (usize, usize) {
         let row = block * self.shape.dp;
         match self.op {
             MixedOp::AllReduce => (block, block),
@@ -103,7 +114,7 @@ impl Mixed {
     }
 
     /// Where a rank's output comes from.
-    pub(super) fn segments(self, rank: usize, block: usize) -> Vec<Segment> {
+    pub(crate) fn segments(self, rank: usize, block: usize) -> Vec<Segment> {
         let Shape { tp, dp } = self.shape;
         if self.gathers() {
             let of_group = |group: usize| Segment {
@@ -118,16 +129,32 @@ impl Mixed {
     }
 }
 
-/// An argument that does not suit a mixed layout.
-pub(super) fn refuse(args: &Args) -> Result<(), String> {
-    let Shape { tp, dp } = args.layout;
-    if let Some(ranks) = args.ranks.filter(|&ranks| ranks != args.layout.ranks()) {
-        return Err(format!("--ranks {ranks}, but a --layout of {tp}x{dp} has {}", args.layout.ranks()));
+/// Refuses what does not suit a mixed layout.
+pub(crate) fn refuse(settings: &Settings) -> Result<(), String> {
+    let shape @ Shape { tp, dp } = settings.layout;
+    if let Some(ranks) = settings.ranks.filter(|&ranks| ranks != shape.ranks()) {
+        return Err(format!("--ranks {ranks}, but a --layout of {tp}x{dp} has {}", shape.ranks()));
     }
-    match args.op {
+    match settings.op {
         ReduceOp::Sum => Ok(()),
         op => Err(format!("--op {} is not for mixed, which sums", op.name())),
     }
+}
+
+/// The contender of a case.
+pub(super) fn contender<'a, T: Element>(
+    comm: &'a Communicator,
+    mixed: Mixed,
+    case: Case,
+    symmetric: bool,
+) -> Result<Plain<'a, T>> {
+    let handler = MixedHandler::new(comm, mixed.shape.layout(comm.rank()))?;
+    let block = case.ordered_counts(comm).0 * T::DTYPE.size();
+    let chosen = mixed.name(case.mode, || handler.select(comm, mixed.op, block));
+    let call = move |comm: &Communicator, input: &[T], output: &mut [T]| {
+        Ok(handler.run(comm, mixed.call(case.mode), input, output)?)
+    };
+    Plain::new(comm, case, symmetric, chosen?, call)
 }
 
 #[cfg(test)]

@@ -3,17 +3,13 @@
 use std::ops::Range;
 
 use antiphon::{
-    collectives::{
-        CollectiveError, Collectives, Communicator,
-        all_reduce::{Algorithm, AllReduceOptions},
-        mixed::{MixedHandler, MixedMode},
-    },
-    device::{ReduceOp, host::reduce::Reducer},
+    collectives::{Communicator, all_reduce::AllReduceOptions, mixed::MixedMode},
+    device::ReduceOp,
     operation::{Call, Extent, Operation, Root},
-    tensor::{DType, Element, TensorView, TensorViewMut},
+    tensor::DType,
 };
 
-use super::{mixed::Mixed, moe};
+use crate::host::{engine, mixed::Mixed, moe};
 
 /// A collective that can be measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,55 +66,62 @@ impl Collective {
         }
     }
 
+    /// What it is, where the name does not say that.
+    pub(crate) fn about(self) -> Option<&'static str> {
+        Some(match self {
+            Self::SEND_RECV => "A tensor from rank 0 to rank 1 and back",
+            Self::DISPATCH => moe::ABOUT_DISPATCH,
+            Self::COMBINE => moe::ABOUT_COMBINE,
+            Self::Memory => {
+                "The floor of any all-reduce: every rank reads its input and writes its output, all at once"
+            }
+            Self::Engine => engine::ABOUT,
+            _ => return None,
+        })
+    }
+
     /// Whether an operator is applied.
     pub fn reduces(self) -> bool {
         self.operation().is_some_and(|operation| operation.row().reduces)
     }
 
     /// Whether it is of a mixture of experts, which `moe` measures.
-    pub(super) fn is_of_experts(self) -> bool {
+    pub(crate) fn is_of_experts(self) -> bool {
         matches!(self, Self::DISPATCH | Self::COMBINE)
     }
 
     /// The factor from its algorithm bandwidth to its bus bandwidth.
-    pub(super) fn bus_factor(self, ranks: usize) -> Option<f64> {
+    pub(crate) fn bus_factor(self, ranks: usize) -> Option<f64> {
         self.operation().and_then(|operation| operation.row().bus_factor.among(ranks))
-    }
-
-    /// The numbers of elements of input and output.
-    pub(super) fn extents(self) -> (Extent, Extent) {
-        self.operation().map_or((Extent::Block, Extent::Block), |operation| {
-            let row = operation.row();
-            (row.input, row.output)
-        })
     }
 }
 
 /// One row of the table to be.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Case {
-    pub(super) collective: Collective,
+pub(crate) struct Case {
+    pub(crate) collective: Collective,
     /// The size of the larger buffer of a rank.
-    pub(super) bytes: u64,
-    pub(super) algorithm: Option<Algorithm>,
+    pub(crate) bytes: u64,
+    /// How an all-reduce is done.
+    pub(crate) how: AllReduceOptions,
     /// The mode of a mixed operation.
-    pub(super) mode: Option<MixedMode>,
-    pub(super) dtype: DType,
-    pub(super) op: ReduceOp,
+    pub(crate) mode: Option<MixedMode>,
+    pub(crate) dtype: DType,
+    pub(crate) op: ReduceOp,
     /// Into how many tensors the bytes are cut, each with a call of its own.
-    pub(super) tensors: usize,
+    pub(crate) tensors: usize,
 }
 
 /// Where rank 0 is the one that gives or gets.
-pub(super) const ROOT: usize = 0;
+pub(crate) const ROOT: usize = 0;
 
 /// Elements of a rank's output, and where they come from.
-pub(super) struct Segment {
-    pub(super) output: Range<usize>,
+pub(crate) struct Segment {
+    pub(crate) output: Range<usize>,
     /// The ranks that give them: of a reduction those whose sum they are, else one.
-    pub(super) sources: Range<usize>,
+    pub(crate) sources: Range<usize>,
     /// Where they begin in the inputs of these.
-    pub(super) start: usize,
+    pub(crate) start: usize,
 }
 
 impl Case {
@@ -128,30 +131,28 @@ impl Case {
         if let Collective::Mixed(mixed) = self.collective {
             return mixed.block(whole);
         }
-        match self.collective.extents() {
-            (Extent::Block, Extent::Block) => whole,
-            _ => (whole / world_size / self.tensors).max(1) * self.tensors,
+        let row = self.collective.operation().map(Operation::row);
+        if row.is_none_or(|row| (row.input, row.output) == (Extent::Block, Extent::Block)) {
+            return whole;
         }
+        (whole / world_size / self.tensors).max(1) * self.tensors
     }
 
     /// Whether it is one call with a list of tensors.
-    pub(super) fn is_list(&self) -> bool {
+    pub(crate) fn is_list(&self) -> bool {
         self.tensors > 1
     }
 
     /// The tensors that a list cuts `count` elements into.
-    pub(super) fn cut(&self, count: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+    pub(crate) fn cut(&self, count: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let each = count / self.tensors;
         (0..self.tensors).map(move |index| index * each..(index + 1) * each)
     }
 
     /// The call of a rank. Parts are as long as blocks on average, the first the shortest and the last the longest.
-    pub(super) fn call(&self, rank: usize, world_size: usize) -> Call<'static> {
+    pub(crate) fn call(&self, rank: usize, world_size: usize) -> Call<'static> {
         let operation = self.collective.operation().unwrap_or(Operation::Barrier);
-        let call = Call::new(operation)
-            .with_op(self.op)
-            .with_root(ROOT)
-            .with_algorithm(AllReduceOptions::from(self.algorithm).number());
+        let call = Call::new(operation).with_op(self.op).with_root(ROOT).with_algorithm(self.how.number());
         let (block, row) = (self.block(world_size), operation.row());
         let part = |rank: usize| (block as u128 * 2 * (rank as u128 + 1) / (world_size as u128 + 1)) as usize;
         let parts = || (0..world_size).map(part).collect::<Vec<_>>();
@@ -165,7 +166,7 @@ impl Case {
     }
 
     /// Elements of a rank's input and output.
-    pub(super) fn counts(&self, rank: usize, world_size: usize) -> (usize, usize) {
+    pub(crate) fn counts(&self, rank: usize, world_size: usize) -> (usize, usize) {
         if self.collective.is_of_experts() {
             return moe::counts(self, world_size);
         }
@@ -182,8 +183,14 @@ impl Case {
         (input, output)
     }
 
+    /// Elements of the smaller and of the larger of a rank's tensors.
+    pub(crate) fn ordered_counts(&self, comm: &Communicator) -> (usize, usize) {
+        let (input, output) = self.counts(comm.rank(), comm.world_size());
+        (input.min(output), input.max(output))
+    }
+
     /// Where a rank's output comes from.
-    pub(super) fn segments(&self, rank: usize, world_size: usize) -> Vec<Segment> {
+    pub(crate) fn segments(&self, rank: usize, world_size: usize) -> Vec<Segment> {
         let block = self.block(world_size);
         let copied = |source| vec![Segment { output: 0..block, sources: source..source + 1, start: 0 }];
         let root = match self.collective {
@@ -228,56 +235,6 @@ impl Case {
         };
         (0..self.tensors).flat_map(of_tensor).collect()
     }
-
-    /// Does it once; a mixed operation by its handler.
-    pub(super) fn run<T: Element>(
-        &self,
-        comm: &Communicator,
-        handler: Option<&MixedHandler>,
-        input: &[T],
-        output: &mut [T],
-    ) -> Result<(), CollectiveError> {
-        match self.collective {
-            Collective::SEND_RECV => ping_pong(comm, input, output),
-            Collective::Memory => {
-                read_and_write(input, output);
-                Ok(())
-            }
-            Collective::Mixed(mixed) => {
-                let handler = handler.expect("the worker has made one");
-                handler.run(comm, mixed.call(self.mode), input, output)
-            }
-            Collective::DISPATCH | Collective::COMBINE => unreachable!("`moe` measures these"),
-            Collective::Engine => unreachable!("`engine` measures it"),
-            Collective::Of(_) => {
-                let call = self.call(comm.rank(), comm.world_size());
-                comm.call(&call, Some(TensorView::from(input)), Some(TensorViewMut::from(output)))
-            }
-        }
-    }
-}
-
-/// Rank 0 sends to rank 1, which sends back; the other ranks do nothing.
-fn ping_pong<T: Element>(comm: &Communicator, input: &[T], output: &mut [T]) -> Result<(), CollectiveError> {
-    match comm.rank() {
-        0 => {
-            comm.send(input, 1)?;
-            comm.recv(output, 1)?;
-        }
-        1 => {
-            comm.recv(&mut *output, 0)?;
-            comm.send(&*output, 0)?;
-        }
-        _ => {}
-    }
-    Ok(())
-}
-
-/// A reduction of one source: the same loop as an all-reduce's, without peers.
-fn read_and_write<T: Element>(input: &[T], output: &mut [T]) {
-    let reducer = Reducer::new(T::DTYPE, ReduceOp::Sum);
-    // SAFETY: two separate slices of equal length.
-    unsafe { reducer.run(output.as_mut_ptr().cast(), &[input.as_ptr().cast()], output.len()) };
 }
 
 #[cfg(test)]
@@ -308,7 +265,7 @@ mod tests {
         Case {
             collective,
             bytes: 42,
-            algorithm: None,
+            how: AllReduceOptions::default(),
             mode: None,
             dtype: DType::F32,
             op: ReduceOp::Sum,

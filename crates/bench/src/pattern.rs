@@ -8,13 +8,13 @@ use std::ops::Range;
 use antiphon::{collectives::Communicator, device::ReduceOp, tensor::Element};
 use antiphon_collectives::reference::{Expected, reduce_element};
 
-use super::case::{Case, Collective, Segment};
+use crate::case::{Case, Collective, Segment};
 
 /// Elements after which the input repeats: prime, so that it never falls into step with blocks and pieces.
 const PERIOD: usize = 4093;
 
 /// Element `index` of the input of `rank`: a multiple of 1/8 up to 2 in floats, a small number in integers.
-fn value<T: Element>(op: ReduceOp, rank: usize, index: usize) -> T {
+pub(crate) fn value<T: Element>(op: ReduceOp, rank: usize, index: usize) -> T {
     let mixed = ((index % PERIOD + 1) * 2_654_435_761 + rank * 40_503) >> 7;
     let step = (mixed % 33) as f64;
     T::from_f64(match (T::DTYPE.is_float(), op) {
@@ -26,26 +26,55 @@ fn value<T: Element>(op: ReduceOp, rank: usize, index: usize) -> T {
 }
 
 /// The whole input of a rank.
-pub(super) fn input<T: Element>(op: ReduceOp, rank: usize, count: usize) -> Vec<T> {
+pub(crate) fn input<T: Element>(op: ReduceOp, rank: usize, count: usize) -> Vec<T> {
     let period: Vec<T> = (0..PERIOD.min(count)).map(|index| value(op, rank, index)).collect();
     period.iter().copied().cycle().take(count).collect()
 }
 
 /// The expected output of a rank.
-pub(super) struct Reference {
+pub(crate) struct Reference {
     /// The segments of this rank's output, none if it gets nothing, each with the values that are expected by position in the period.
     segments: Vec<(Segment, Vec<Expected>)>,
 }
 
-/// How many elements are wrong, and by how much the worst is off.
+/// The wrong elements of an output.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Wrong {
-    pub(super) elements: u64,
-    pub(super) worst: f64,
+pub struct Wrong {
+    /// How many.
+    pub elements: u64,
+    /// By how much the worst is off.
+    pub worst: f64,
+}
+
+impl Wrong {
+    /// Compares elements with what they must be.
+    pub(crate) fn of<T: Element>(actual: &[T], expected: impl Iterator<Item = Expected>) -> Self {
+        let mut wrong = Self::default();
+        let mut expected = expected.fuse();
+        for element in actual.iter().map(|element| element.to_f64()) {
+            let (accepted, error) = match expected.next() {
+                Some(expected) => (expected.accepts(element), expected.error(element)),
+                None => (false, f64::INFINITY),
+            };
+            wrong.elements += u64::from(!accepted);
+            wrong.worst = wrong.worst.max(error);
+        }
+        wrong
+    }
+
+    /// Those of two comparisons.
+    pub(crate) fn and(self, other: Self) -> Self {
+        Self { elements: self.elements + other.elements, worst: self.worst.max(other.worst) }
+    }
+}
+
+/// What is copied, and so exact.
+pub(crate) fn exactly(exact: f64) -> Expected {
+    Expected { exact, tolerance: 0.0 }
 }
 
 impl Reference {
-    pub(super) fn new<T: Element>(comm: &Communicator, case: Case) -> Self {
+    pub(crate) fn new<T: Element>(comm: &Communicator, case: Case) -> Self {
         let (world_size, rank) = (comm.world_size(), comm.rank());
         let gets = match case.collective {
             Collective::SEND_RECV => rank < 2,
@@ -57,7 +86,7 @@ impl Reference {
                 let column: Vec<T> = sources.map(|rank| value(case.op, rank, index)).collect();
                 return reduce_element(case.op, &column);
             }
-            Expected { exact: value::<T>(case.op, sources.start, index).to_f64(), tolerance: 0.0 }
+            exactly(value::<T>(case.op, sources.start, index).to_f64())
         };
         let with_expected = |segment: Segment| {
             let period = (0..PERIOD).map(|index| expected(segment.sources.clone(), index)).collect();
@@ -68,17 +97,11 @@ impl Reference {
     }
 
     /// Compares every element.
-    pub(super) fn compare<T: Element>(&self, output: &[T]) -> Wrong {
-        let mut wrong = Wrong::default();
-        for (segment, period) in &self.segments {
-            for (index, element) in output[segment.output.clone()].iter().enumerate() {
-                let (expected, actual) = (period[(segment.start + index) % PERIOD], element.to_f64());
-                if !expected.accepts(actual) {
-                    wrong.elements += 1;
-                }
-                wrong.worst = wrong.worst.max(expected.error(actual));
-            }
-        }
-        wrong
+    pub(crate) fn compare<T: Element>(&self, output: &[T]) -> Wrong {
+        let of_segment = |(segment, period): &(Segment, Vec<Expected>)| {
+            let expected = (segment.start..).map(|index| period[index % PERIOD]);
+            Wrong::of(&output[segment.output.clone()], expected)
+        };
+        self.segments.iter().map(of_segment).fold(Wrong::default(), Wrong::and)
     }
 }

@@ -16,27 +16,24 @@ use antiphon::{
     },
 };
 
-use super::{
-    Args, Buffers,
-    case::Case,
-    pattern::Wrong,
-    worker::{row, time, total},
-};
-use crate::report::{Row, algbw_gbs};
+use super::{Measured, Pace, total};
+use crate::{Result, Row, Settings, Wrong, algbw_gbs, case::Case};
+
+pub(crate) const ABOUT: &str = "A message between two ranks by the engine between machines (UCX): the time one way, the bandwidth of 16 under way";
 
 /// Messages under way at once when the bandwidth is measured.
 const WINDOW: u64 = 16;
 /// Between two ranks.
-pub(super) const RANKS: usize = 2;
+pub(crate) const RANKS: usize = 2;
 /// A benchmark that waits longer for a message is broken.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Refuses what a message between two ranks does not have.
-pub(super) fn refuse(args: &Args) -> Result<(), String> {
-    if args.ranks.is_some_and(|ranks| ranks != RANKS) {
+pub(crate) fn refuse(settings: &Settings) -> Result<(), String> {
+    if settings.ranks.is_some_and(|ranks| ranks != RANKS) {
         return Err(format!("engine is measured between {RANKS} ranks"));
     }
-    if args.buffers == Buffers::Symmetric {
+    if settings.symmetric {
         return Err("--buffers symmetric is not for engine".into());
     }
     Ok(())
@@ -158,21 +155,21 @@ fn pattern(rank: usize, len: usize) -> Vec<u8> {
 }
 
 /// The row of a size: half of a round trip, and the bandwidth of [`WINDOW`] messages under way.
-pub(super) fn measure(comm: &Communicator, case: Case, args: &Args) -> Result<Row, FabricError> {
+pub(super) fn measure(comm: &Communicator, case: Case, pace: Pace) -> Result<Row> {
     let count = (case.bytes as usize / case.dtype.size()).max(1);
     let len = count * case.dtype.size();
     let mut end = End::new(comm, len)?;
-    let one_way: Vec<f64> =
-        time(comm, args, || end.round_trip())?.into_iter().map(|round_trip| round_trip / 2.0).collect();
-    let streams = time(comm, args, || end.stream())?;
+    let round_trips = pace.time(comm, || end.round_trip())?;
+    let times = round_trips.into_iter().map(|round_trip| round_trip / 2.0).collect();
+    let streams = pace.time(comm, || end.stream())?;
     end.until(|end| end.flight.is_complete())?;
     comm.barrier()?;
     // SAFETY: all messages have arrived.
     let arrived = unsafe { &**end.memory.bytes.get() };
     let expected = pattern(end.peer, len);
     let elements = arrived.iter().zip(&expected).filter(|(a, b)| a != b).count() as u64;
-    let wrong = total(comm, &[Wrong { elements, worst: 0.0 }])?;
+    let wrong = total(comm, Wrong { elements, worst: 0.0 })?;
     let bandwidth = algbw_gbs(len as u64 * WINDOW, streams[streams.len() / 2]);
-    let row = row(comm, case, end.engine.name().to_owned(), count, &one_way, wrong);
+    let row = Measured { name: end.engine.name().to_owned(), times, wrong }.row(comm, case, count);
     Ok(Row { algbw_gbs: bandwidth, busbw_gbs: bandwidth, ..row })
 }

@@ -7,14 +7,15 @@ use antiphon::{
     device::{
         ReduceOp,
         cuda::{
-            Architecture, Context, DeviceMemory, Event, Function, Graph, GraphExec, KernelCache,
-            LaunchConfig, Module, Nvrtc, Program, Stream, StreamRef,
+            Architecture, Context, Event, Function, Graph, GraphExec, KernelCache, LaunchConfig, Module,
+            Nvrtc, Program, Stream, StreamRef,
         },
     },
-    tensor::{DType, Device, TensorView, TensorViewMut},
+    tensor::DType,
 };
 
-use super::Result;
+use super::tensors::Tensor;
+use crate::Result;
 
 /// How long the GPU is kept busy while the host submits what is timed.
 const DELAY_NS: u64 = 200_000;
@@ -28,12 +29,12 @@ const EAGER_BATCHES: usize = 5;
 pub(super) struct Clock<'a> {
     comm: &'a Communicator,
     ours: &'a CudaCollectives,
-    pub(super) stream: &'a Stream,
+    stream: &'a Stream,
     start: Event,
     end: Event,
     delay: Function,
     empty: Function,
-    line: DeviceMemory,
+    line: [Tensor; 2],
 }
 
 impl<'a> Clock<'a> {
@@ -41,48 +42,27 @@ impl<'a> Clock<'a> {
         let context = ours.context();
         let [delay, empty] = kernels(context, ["delay", "empty"])?;
         ours.prepare(DType::F32, ReduceOp::Sum)?;
-        let line = DeviceMemory::allocate(context, 2 * LINE_UP * 4)?;
-        line.write(stream, 0, &[0; 2 * LINE_UP * 4])?;
+        let line = || Tensor::zeros(context, stream, DType::F32, &[LINE_UP]);
+        let line = [line()?, line()?];
         let (start, end) = (Event::with_time(context)?, Event::with_time(context)?);
         Ok(Self { comm, ours, stream, start, end, delay, empty, line })
     }
 
-    /// Captures `calls` calls in one graph.
-    pub(super) fn graph(&self, calls: u32, call: impl Fn(StreamRef<'_>) -> Result<()>) -> Result<GraphExec> {
-        graph(self.stream, calls, call)
-    }
-
     /// Replays a graph once and gives the microseconds that it took on this rank's GPU.
     ///
-    /// The stream waits a moment, for the host to submit the rest, and then for all other ranks' streams, so that the
-    /// GPUs start together: an early rank would count its wait for the others.
+    /// Where GPUs are `lined_up`, the stream waits a moment, for the host to submit the rest, and then for all other ranks' streams,
+    /// so that the GPUs start together: an early rank would count its wait for the others. Otherwise only the ranks' hosts meet
+    /// before, and a GPU that starts early counts its waiting.
     ///
     /// # Safety
     /// The memory and the kernels of the graph are alive.
-    pub(super) unsafe fn replay(&self, graph: &GraphExec) -> Result<f64> {
+    pub(super) unsafe fn replay(&self, graph: &GraphExec, lined_up: bool) -> Result<f64> {
         self.comm.barrier()?;
-        let config = LaunchConfig::new(1, 1);
-        // SAFETY: the kernel takes one number and touches no memory.
-        unsafe { self.delay.launch(self.stream, &config, &[(&DELAY_NS).into()]) }?;
-        self.line_up()?;
-        // SAFETY: passed on.
-        unsafe { self.time(graph) }
-    }
-
-    /// As [`replay`](Self::replay), but only the ranks' hosts meet before: the GPUs start when their hosts get to it, and one
-    /// that starts early counts its waiting for the others.
-    ///
-    /// # Safety
-    /// As [`replay`](Self::replay).
-    pub(super) unsafe fn replay_freely(&self, graph: &GraphExec) -> Result<f64> {
-        self.comm.barrier()?;
-        // SAFETY: passed on.
-        unsafe { self.time(graph) }
-    }
-
-    /// # Safety
-    /// As [`replay`](Self::replay).
-    unsafe fn time(&self, graph: &GraphExec) -> Result<f64> {
+        if lined_up {
+            // SAFETY: the kernel takes one number and touches no memory.
+            unsafe { self.delay.launch(self.stream, &LaunchConfig::new(1, 1), &[(&DELAY_NS).into()]) }?;
+            self.line_up()?;
+        }
         self.start.record(self.stream)?;
         // SAFETY: passed on.
         unsafe { graph.launch(self.stream) }?;
@@ -93,20 +73,15 @@ impl<'a> Clock<'a> {
     }
 
     fn line_up(&self) -> Result<()> {
-        let at = self.line.pointer().0 as usize as *mut u8;
-        let device = Device::Cuda(self.ours.context().device().ordinal());
-        // SAFETY: both halves of memory that lives until the stream is done, which `replay` waits for.
-        unsafe {
-            let input = TensorView::from_raw_parts(at, DType::F32, &[LINE_UP], None, device)?;
-            let half = at.wrapping_add(4 * LINE_UP);
-            let mut output = TensorViewMut::from_raw_parts(half, DType::F32, &[LINE_UP], None, device)?;
-            Ok(self.ours.all_reduce(input, &mut output, ReduceOp::Sum, self.stream.borrow())?)
-        }
+        let [input, output] = &self.line;
+        let mut output = output.view_mut();
+        // SAFETY: the tensors live until the stream is done, which `replay` waits for.
+        Ok(unsafe { self.ours.all_reduce(input.view(), &mut output, ReduceOp::Sum, self.stream.borrow()) }?)
     }
 
     /// Microseconds of the host's time for one call that is not captured: the median over batches of their means.
-    pub(super) fn host(&self, call: impl Fn(StreamRef<'_>) -> Result<()>) -> Result<f64> {
-        let batch = || -> Result<f64> {
+    pub(super) fn host(&self, mut call: impl FnMut(StreamRef<'_>) -> Result<()>) -> Result<f64> {
+        let mut batch = || -> Result<f64> {
             self.comm.barrier()?;
             let start = Instant::now();
             for _ in 0..EAGER_CALLS {
@@ -134,11 +109,11 @@ fn program(architecture: Architecture) -> Program {
     Program::new("bench/kernels.cuh", include_str!("kernels.cuh"), architecture)
 }
 
-/// Captures `calls` calls in one graph.
+/// Captures so many calls.
 pub(super) fn graph(
     stream: &Stream,
     calls: u32,
-    call: impl Fn(StreamRef<'_>) -> Result<()>,
+    mut call: impl FnMut(StreamRef<'_>) -> Result<()>,
 ) -> Result<GraphExec> {
     let graph = Graph::capture(stream, |stream| (0..calls).try_for_each(|_| call(stream)))?;
     Ok(graph.instantiate()?)
