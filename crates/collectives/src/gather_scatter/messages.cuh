@@ -7,12 +7,16 @@
 // neither waits for its receiver nor, usually, for a release to the sender.
 //
 // The position in a ring is in device memory, so that graphs may be replayed between other calls. Both ranks may send
-// and receive in one kernel: different warps do so, so neither waits for the other.
+// and receive in one kernel: different warps do so, so neither waits for the other. The warps of a message serve its rings in
+// ascending order, so the lowest ring that is not done has a warp at either end, however many warps each end has.
 
-constexpr u32 CHANNELS = WORLD == 2 ? 256 : WORLD <= 5 ? 128 : 64;
 static_assert(WORLD * CHANNELS <= MAX_BLOCKS, "a ring has a control of its own");
-constexpr u32 SENT = 4;     // rows that a sending warp stores at a time, while it loads as many
-constexpr u32 RECEIVED_AT_ONCE = 8;
+constexpr u32 SENT = 4; // rows that a sending warp stores at a time, while it loads as many
+// A batch costs a receiving warp a poll and a release, whatever its size. A sender must be able to complete the batch that the
+// receiver waits for: what the receiver has not reported yet, the batch, and what the sender holds back must fit into a ring. The
+// receiver has not reported the batch before, and less than a quarter of the ring.
+constexpr u32 RECEIVED_AT_ONCE = 14, RING = 64; // with 16, registers spill
+static_assert(RECEIVED_AT_ONCE + (RING / 4 - 1) + RECEIVED_AT_ONCE + (SENT - 1) <= RING, "a sender can complete a batch");
 
 // A rank's messages in a launch, by the peers' ranks. Rust's `Messages` has the same layout.
 struct messages {
@@ -33,13 +37,11 @@ DEVICE control* state_of(u8* arena, u32 peer, u32 channel) { return (control*)ar
 // Bytes of memory for the rings of one sender.
 DEVICE u32 region_of(const arguments& a) { return SLOTS * a.slot_stride / WORLD / 512 * 512; }
 
-// Rows of a ring: a power of two, so that counters may wrap. Half of the rings are in either channel of an arena.
-DEVICE u32 ring_rows(const arguments& a) { return 1u << (31 - __clz(region_of(a) / (CHANNELS / 2 * 512))); }
 
-// The address of this lane's vector of a ring's first row, in the receiver's arena.
+// The address of this lane's vector of a ring's first row, in the receiver's arena. Half of the rings are in either channel of an arena.
 DEVICE u8* ring_at(const arguments& a, u8* arena, u32 sender, u32 channel) {
     u8* const at = arena + (channel % 2 == 0 ? 0 : a.other - a.own);
-    return at + SLOTS_AT + sender * region_of(a) + channel / 2 * ring_rows(a) * 512 + lane_id() * 16;
+    return at + SLOTS_AT + sender * region_of(a) + channel / 2 * RING * 512 + lane_id() * 16;
 }
 
 // For a whole warp: waits until `ready()` is true; until then the peer is the missing rank. False if it gave up.
@@ -64,7 +66,7 @@ DEVICE void advance_ring(const arguments& a, u32* position, u32 from, u32 to) {
 // Sends the rows of one ring. Row 0 is the head.
 DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u32 next, u32 peer, u32 channel) {
     control* const state = state_of(a.own, peer, channel);
-    const u32 ring = ring_rows(a), total = 1 + rows_of(m.sent[peer]);
+    const u32 total = 1 + rows_of(m.sent[peer]);
     const bytes from(m.input[peer], m.sent[peer]);
     u8* const at = ring_at(a, a.peer[next], a.rank, channel);
     uint4 rows[SENT];
@@ -83,11 +85,11 @@ DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u
     u32 n = first, known = ld_acquire_sys(&state->dirty_upper);
     for (u32 row = channel; row < total; row += SENT * CHANNELS) {
         const u32 left = (total - row + CHANNELS - 1) / CHANNELS, count = left < SENT ? left : SENT;
-        if (n + count - known > ring) {
+        if (n + count - known > RING) {
             // The rows are empty once the receiver has reported it: the acquire pairs with the release in `receive_ring`.
             const bool has_room = wait_for(a, patience, peer, [&] {
                 known = ld_acquire_sys(&state->dirty_upper);
-                return n + count - known <= ring;
+                return n + count - known <= RING;
             });
             if (!has_room) return false;
         }
@@ -97,7 +99,7 @@ DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u
         load(row + SENT * CHANNELS);
 #pragma unroll
         for (u32 k = 0; k < SENT; ++k)
-            if (k < count) store16_volatile(at + ((n + k) & (ring - 1)) * 512, sent[k]);
+            if (k < count) store16_volatile(at + (n + k) % RING * 512, sent[k]);
         n += count;
     }
     advance_ring(a, &state->slot, first, n);
@@ -108,7 +110,7 @@ DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u
 DEVICE bool receive_ring(const arguments& a, const messages& m, waiter& patience, u32 next, u32 peer, u32 channel) {
     control* const state = state_of(a.own, peer, channel);
     u32* const told = &state_of(a.peer[next], a.rank, channel)->dirty_upper;
-    const u32 ring = ring_rows(a), total = 1 + rows_of(m.received[peer]), quarter = ring / 4;
+    const u32 total = 1 + rows_of(m.received[peer]), quarter = RING / 4;
     const bytes to(m.output[peer], m.received[peer]);
     u8* const at = ring_at(a, a.own, peer, channel);
     const u32 first = ld_relaxed_sys(&state->dirty_lower);
@@ -128,7 +130,7 @@ DEVICE bool receive_ring(const arguments& a, const messages& m, waiter& patience
             bool complete = true;
 #pragma unroll
             for (u32 k = 0; k < RECEIVED_AT_ONCE; ++k)
-                if (k < count) got[k] = load16_volatile(at + ((n + k) & (ring - 1)) * 512);
+                if (k < count) got[k] = load16_volatile(at + (n + k) % RING * 512);
 #pragma unroll
             for (u32 k = 0; k < RECEIVED_AT_ONCE; ++k)
                 if (k < count) complete &= !has_empty(got[k]);
@@ -140,7 +142,7 @@ DEVICE bool receive_ring(const arguments& a, const messages& m, waiter& patience
 #pragma unroll
         for (u32 k = 0; k < RECEIVED_AT_ONCE; ++k) {
             if (k >= count) break;
-            store16(at + ((n + k) & (ring - 1)) * 512, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
+            store16(at + (n + k) % RING * 512, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
             const uint4 v = unmasked(got[k]);
             if (row + k * CHANNELS != 0) {
                 store_row(to, row + k * CHANNELS - 1, v);
@@ -162,28 +164,39 @@ DEVICE bool receive_ring(const arguments& a, const messages& m, waiter& patience
     return true;
 }
 
-// All messages of a launch. Half of the blocks send, half receive, and each serves one peer. The receiving blocks also copy the piece
-// that this rank keeps, while the peers' rows travel.
+// The peer of the `n`-th message of a direction; `ranks` are the bits of the ranks that have one.
+DEVICE u32 peer_of(const arguments& a, u32 ranks, u32 n) {
+    u32 next = 0;
+    for (; next < PEERS; ++next)
+        if ((ranks >> rank_of(a, next) & 1) != 0 && n-- == 0) break;
+    return next;
+}
+
+// All messages of a launch. Each message has an equal number of blocks. The blocks that receive, or all if none does, also copy the
+// piece that this rank keeps, while the peers' rows travel.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 exchange(const __grid_constant__ arguments a, const __grid_constant__ messages m) {
     pdl_wait();
     if (a.dependents == AT_START) pdl_launch_dependents();
-    const u32 job = blockIdx.x % (2 * PEERS), next = job % PEERS, peer = rank_of(a, next);
-    const bool sends = job < PEERS;
+    const u32 sends = __popc(m.to), messages_here = sends + __popc(m.from);
+    const u32 message = blockIdx.x % messages_here, block = blockIdx.x / messages_here, blocks = gridDim.x / messages_here;
     if (ld_relaxed_sys(&((control*)a.own + blockIdx.x)->failed) != 0) return;
-    if (!sends) {
+    const u32 before = m.from != 0 ? sends : 0; // the messages whose blocks copy nothing
+    if (message >= before) {
         const bytes from(m.own_input, m.own_bytes), to(m.own_output, m.own_bytes);
-        const u32 block = blockIdx.x / (2 * PEERS) * PEERS + next, step = gridDim.x / 2 * THREADS;
-        for (u32 at = block * THREADS + threadIdx.x; at * 16 < m.own_bytes; at += step) to.store(at, from.load(at));
+        const u32 copying = messages_here - before, step = blocks * copying * THREADS;
+        const u32 first = (block * copying + message - before) * THREADS + threadIdx.x;
+        for (u32 at = first; at * 16 < m.own_bytes; at += step) to.store(at, from.load(at));
     }
-    if (((sends ? m.to : m.from) >> peer & 1) == 0) return;
-    const u64 count = sends ? m.sent_count[peer] : m.received_count[peer];
+    const bool is_sent = message < sends;
+    const u32 next = is_sent ? peer_of(a, m.to, message) : peer_of(a, m.from, message - sends), peer = rank_of(a, next);
+    const u64 count = is_sent ? m.sent_count[peer] : m.received_count[peer];
     waiter patience = start_waiting(a.limit_ns, a.board, a.rank, tag{a.doing.low, count});
-    const rows mine = rows_of_warp(blockIdx.x / (2 * PEERS), gridDim.x / (2 * PEERS));
-    const u32 total = 1 + rows_of(sends ? m.sent[peer] : m.received[peer]);
+    const rows mine = rows_of_warp(block, blocks);
+    const u32 total = 1 + rows_of(is_sent ? m.sent[peer] : m.received[peer]);
     for (u32 channel = mine.first; channel < CHANNELS && channel < total; channel += mine.step) {
-        const bool done = sends ? send_ring(a, m, patience, next, peer, channel)
-                                : receive_ring(a, m, patience, next, peer, channel);
+        const bool done = is_sent ? send_ring(a, m, patience, next, peer, channel)
+                                  : receive_ring(a, m, patience, next, peer, channel);
         if (!done) return;
     }
 }

@@ -1,6 +1,6 @@
 //! Messages between GPUs, and the operations that are made of them; `messages.cuh` has the protocol.
 
-use antiphon_device::cuda::{DevicePointer, KernelArgument, LaunchConfig, StreamRef, memory};
+use antiphon_device::cuda::{DevicePointer, KernelArgument, LaunchConfig, Program, StreamRef, memory};
 use antiphon_fabric::{
     FabricError, Operation, Signature,
     gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, ROWS, Source, THREADS, Work, kernels},
@@ -37,6 +37,25 @@ impl Family for Messaging {
     /// is room for what sends beside what receives.
     fn most_blocks(&self, _world_size: usize) -> u32 {
         2
+    }
+
+    fn define(&self, program: Program, world_size: usize) -> Program {
+        program.define("CHANNELS", rings(world_size))
+    }
+}
+
+/// The rings from one rank to another: even, and no more than have room for 64 rows each (`RING` in messages.cuh) in
+/// [`LEAST_STAGING_BYTES`](antiphon_fabric::gpu::Tenant::LEAST_STAGING_BYTES). Of three and four ranks on GPUs of 132 multiprocessors there is a warp for every ring even where all
+/// ranks send to all; with more ranks, fewer rings would slow a message that travels alone.
+const fn rings(world_size: usize) -> u32 {
+    match world_size {
+        ..=2 => 252,
+        3 => 132,
+        4 => 88,
+        5 => 100,
+        6 => 82,
+        7 => 70,
+        _ => 62,
     }
 }
 
@@ -129,21 +148,14 @@ impl Messages {
     }
 }
 
-/// The grid for messages whose longest has `longest` bytes: each direction of each peer has an equal number of blocks, and all blocks
-/// run at once.
-fn grid(longest: usize, world_size: usize, multiprocessors: u32) -> Option<u32> {
-    let directions = 2 * (world_size as u32 - 1);
+/// The grid for messages whose longest has `longest` bytes: each of the `count` messages, those that are sent and those that are
+/// received, has an equal number of blocks, and all blocks run at once.
+fn grid(longest: usize, count: u32, world_size: usize, multiprocessors: u32) -> Option<u32> {
     let wanted = longest.div_ceil(BYTES_PER_BLOCK).max(1) as u64;
-    let most = multiprocessors / directions;
-    // As many rings as a pair has, four to a block; see CHANNELS in messages.cuh.
-    let rings = if world_size == 2 {
-        256
-    } else if world_size <= 5 {
-        128
-    } else {
-        64
-    };
-    (most > 0).then(|| wanted.min(u64::from(most.min(rings / 4))) as u32 * directions)
+    let most = multiprocessors / count;
+    // A warp for each ring.
+    let all_rings = rings(world_size).div_ceil(THREADS / 32);
+    (most > 0).then(|| wanted.min(u64::from(most.min(all_rings))) as u32 * count)
 }
 
 impl CudaCollectives {
@@ -320,10 +332,11 @@ impl CudaCollectives {
         let tenant = &self.messages;
         let multiprocessors = stream.multiprocessors()?.min(tenant.multiprocessors());
         let too_few = || {
-            let text = format!("{multiprocessors} multiprocessors are too few for messages to every peer");
+            let text = format!("{multiprocessors} multiprocessors are too few for the messages of this call");
             FabricError::InvalidArgument(text)
         };
-        grid(0, self.world_size(), multiprocessors).ok_or_else(too_few)?; // before the call takes its turn
+        let most = (sends.len() + receives.len()).max(1) as u32;
+        grid(0, most, self.world_size(), multiprocessors).ok_or_else(too_few)?; // before the call takes its turn
         // Sending and receiving use different words of a ring's state, and so have an order each: two ranks may both send,
         // on one stream, before they receive, on another.
         let (sends_any, receives_any) = (!sends.is_empty(), !receives.is_empty());
@@ -348,7 +361,9 @@ impl CudaCollectives {
             if messages.to | messages.from == 0 {
                 break;
             }
-            let blocks = grid(messages.longest(), self.world_size(), multiprocessors).ok_or_else(too_few)?;
+            let count = messages.to.count_ones() + messages.from.count_ones();
+            let blocks =
+                grid(messages.longest(), count, self.world_size(), multiprocessors).ok_or_else(too_few)?;
             let config = LaunchConfig::new(blocks, THREADS);
             let work = Work::new(Signature { count: 0, ..signature });
             let launch = |_, _, _| Launch {
@@ -394,12 +409,13 @@ mod tests {
     }
 
     #[test]
-    fn every_direction_of_every_peer_has_as_many_blocks_that_run_at_once() {
-        assert_eq!(grid(0, 2, 132), Some(2));
-        assert_eq!(grid(1 << 30, 2, 132), Some(128)); // all rings
-        assert_eq!(grid(1 << 30, 8, 132), Some(126));
-        assert_eq!(grid(40 << 10, 4, 132), Some(126));
-        assert_eq!(grid(4000, 4, 132), Some(18)); // a row for each of three blocks' warps
-        assert_eq!(grid(1, 8, 13), None);
+    fn every_message_has_as_many_blocks_that_run_at_once() {
+        assert_eq!(grid(0, 2, 2, 132), Some(2));
+        assert_eq!(grid(1 << 30, 2, 2, 132), Some(126)); // all rings
+        assert_eq!(grid(1 << 30, 1, 4, 132), Some(22)); // all rings
+        assert_eq!(grid(1 << 30, 14, 8, 132), Some(126));
+        assert_eq!(grid(40 << 10, 6, 4, 132), Some(126));
+        assert_eq!(grid(4000, 6, 4, 132), Some(18)); // a row for each of three blocks' warps
+        assert_eq!(grid(1, 14, 8, 13), None);
     }
 }
