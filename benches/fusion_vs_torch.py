@@ -75,7 +75,10 @@ class Layer:
                     self.by_nccl(nccl, fp8)
                     torch.testing.assert_close(self.sum, total, rtol=1 / 64, atol=1 / 64)
                 found = self.codes if fp8 else self.norm
-                torch.testing.assert_close(found.float(), expected.float(), rtol=1 / 8 if fp8 else 1 / 64, atol=1 / 512)
+                # NCCL rounds the sum of each step of its ring.
+                torch.testing.assert_close(
+                    found.float(), expected.float(), rtol=1 / 8 if fp8 else 1 / 64, atol=1 / 512 if is_ours else 1 / 32
+                )
 
     def contenders(self, nccl: Nccl, limited: Nccl) -> dict[str, Callable[[], object]]:
         return {

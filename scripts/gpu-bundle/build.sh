@@ -21,6 +21,9 @@ limit_mib=60
 rm -rf "$bundle"
 mkdir -p "$bundle"/{tests,examples,wheels,python/benches}
 
+# Smaller binaries: tests and examples instantiate the same generic code.
+export CARGO_PROFILE_RELEASE_CODEGEN_UNITS=1
+
 cargo build --release --package antiphon-cli
 cp "$target/release/antiphon" "$bundle/"
 
