@@ -145,7 +145,7 @@ impl Summing {
     pub(crate) fn new(dtype: DType, staging: Staging, world_size: usize) -> Option<Self> {
         let warps = match world_size {
             ..=3 => Warps { sending: 4, rings: 4, flags: 0, all: 12, beside: BESIDE },
-            _ => Warps { sending: 2, rings: 2, flags: 0, all: 8, beside: BESIDE },
+            _ => Warps { sending: 3, rings: 3, flags: 0, all: 8, beside: BESIDE },
         };
         Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, warps })
     }

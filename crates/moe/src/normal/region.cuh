@@ -60,27 +60,31 @@ struct counts {
     }
 };
 
-// Waits until `ready()`; what the warp copies is done before it waits, as others may wait for that. `peer` is to blame.
-template <class Copies, class Ready> DEVICE bool wait_for_peer(reader& r, Copies& copies, u32 peer, Ready ready) {
-    if (!__all_sync(WHOLE_WARP, ready())) {
-        copies.drain();
-        const bool came = r.wait<true>([&](u32& missing) {
-            const bool is_ready = ready();
-            if (!is_ready) missing = peer;
-            return is_ready;
-        });
-        if (!came) return false;
+// What a sending warp knows of its rings, in shared memory; a lane has the ring to the peer with its index. Places are free up to a
+// record, as those of half a ring become free at once. A bulk copy needs a fence behind the acquire that tells so, and the fence waits
+// for all copies under way, so a warp fences once for half a ring.
+struct free_places {
+    // The first record whose place is not known to be free.
+    static DEVICE u32& until() {
+        __shared__ u32 all[THREADS / 32][at_least_one(PEERS)];
+        return all[threadIdx.x / 32][min(lane_id(), at_least_one(PEERS) - 1)];
     }
-    __syncwarp(); // a vote orders nothing: what one lane has acquired another overwrites
-    copies.see();
-    return true;
-}
-
-// For a sender: whether the place of a record is free.
-DEVICE bool is_free(const arguments& a, const region_call& g, const turn& t, u32 peer, u32 number) {
-    const u32 filled = round_of(g, number);
-    return filled == 0 || ld_acquire_sys((const u32*)(a.own + count_at(a, g, t, peer, number))) + 1 >= filled * g.half;
-}
+    DEVICE free_places(const region_call& g) {
+        if (lane_id() < PEERS) until() = places_of(g);
+    }
+    // Whether a place is free without looking.
+    static DEVICE bool is_known(u32 number) { return number < until(); }
+    static DEVICE bool is_free(const arguments& a, const region_call& g, const turn& t, u32 peer, u32 number) {
+        return ld_acquire_sys((const u32*)(a.own + count_at(a, g, t, peer, number))) + 1 >= round_of(g, number) * g.half;
+    }
+    // Of the whole warp, when a lane has found a place free that was not known to be, before the warp sends there.
+    template <class Copies> static DEVICE void learn(Copies& copies, const region_call& g, bool has_found, u32 number) {
+        if (!__any_sync(WHOLE_WARP, has_found)) return;
+        if (has_found) until() = (number / g.half + 1) * g.half;
+        __syncwarp(); // a vote orders nothing: what one lane has acquired another overwrites
+        copies.see();
+    }
+};
 
 // For a receiver: whether a record is there. Lanes may ask for different ones.
 DEVICE bool is_there(const arguments& a, const region_call& g, const turn& t, u32 peer, u32 number) {
@@ -181,11 +185,12 @@ template <bool KEEPS, class Mine, class Count, class Row, class Word, class Keep
     u32 record;  // of these the next
     u32 used;    // of the records that fit where words are gathered, before these
     u32 its_row; // of the lane's; ~0 if there is none
+    free_places free;
 
     DEVICE sending(const arguments& a, pipeline& copies, const region_call& g, const turn& t, Mine mine, parts from, u32 words,
                    Count count, Row row, Word word, Keep keep)
         : a(a), copies(copies), g(g), t(t), mine(mine), from(from), words(words), count(count), row(row), word(word), keep(keep),
-          end(0), some{0, 0, 0}, record(0), used(0), its_row(~0u) {
+          end(0), some{0, 0, 0}, record(0), used(0), its_row(~0u), free(g) {
         for (u32 next = 0; next < RANKS; ++next) end = max(end, count(rank_of(a, next)));
         end *= RANKS;
     }
@@ -196,7 +201,11 @@ template <bool KEEPS, class Mine, class Count, class Row, class Word, class Keep
     DEVICE u32 next_of(u32 record) const { return index_of(record) % at_least_one(RANKS); }
     DEVICE u32 to() const { return rank_of(a, next_of(record)); }
     DEVICE u32 number() const { return index_of(record) / at_least_one(RANKS); }
-    DEVICE bool has_place() const { return is_free(a, g, t, to(), number()); }
+    DEVICE bool is_of_lane() const { return lane_id() == next_of(record); }
+    DEVICE bool has_place() const {
+        const bool waits = is_of_lane() && !free.is_known(number()) && !free.is_free(a, g, t, to(), number());
+        return !__any_sync(WHOLE_WARP, waits);
+    }
 
     DEVICE void look_up() {
         const u32 i = index_of(lane_id()), to = rank_of(a, i % at_least_one(RANKS));
@@ -224,11 +233,8 @@ template <bool KEEPS, class Mine, class Count, class Row, class Word, class Keep
             if (KEEPS && to() == a.rank) {
                 keep(number(), of, (const u32*)(copies.gathered + gathered));
             } else {
-                if (!__all_sync(WHOLE_WARP, has_place())) return WAITS;
-                if (round_of(g, number()) != 0) {
-                    __syncwarp(); // as in `wait_for_peer`
-                    copies.see();
-                }
+                if (!has_place()) return WAITS;
+                free.learn(copies, g, is_of_lane() && !free.is_known(number()), number());
                 send_record(a, copies, g, t, next_of(record), number(), from.row(of), gathered, padded() * 4);
             }
             ++record;
@@ -250,7 +256,14 @@ DEVICE bool send_records(reader& r, pipeline& copies, const region_call& g, cons
     for (;;) {
         const progress come = records.step();
         if (come == OVER) return true;
-        if (come == WAITS && !wait_for_peer(r, copies, records.to(), [&] { return records.has_place(); })) return false;
+        if (come != WAITS) continue;
+        copies.drain(); // others may wait for that
+        const bool has_place = r.wait<true>([&](u32& missing) {
+            const bool is_ready = records.has_place();
+            if (!is_ready) missing = records.to();
+            return is_ready;
+        });
+        if (!has_place) return false;
     }
 }
 
@@ -268,34 +281,36 @@ template <class Count, class Send>
 DEVICE bool send_as_places_are_free(reader& r, pipeline& copies, const region_call& g, const turn& t, Count count, Send send) {
     const arguments& a = r.a;
     const bool has_peer = lane_id() < PEERS;
-    const u32 to = rank_of(a, has_peer ? lane_id() : 0), end = has_peer ? count(to) : 0;
+    const u32 to = rank_of(a, has_peer ? lane_id() : 0);
+    const auto is_one = [&](u32 number) { return has_peer && number < count(to); };
+    constexpr u32 NONE = ~0u;
     const auto claim = [&] { return atomicAdd(counters(a, t) + lane_id(), 1u) + 1; };
-    u32 next = end == 0 ? 0 : claim(); // claimed in advance, as that takes as long as a record
-    u32 number = end;                  // of the record that the lane holds; `end` or more if it holds none
+    u32 next = is_one(0) ? claim() : NONE; // claimed in advance, as that takes as long as a record
+    u32 number = NONE;                     // of the record that the lane holds
+    free_places free(g);
     for (;;) {
-        if (number >= end && next < end) {
+        if (number == NONE && is_one(next)) {
             number = next;
             next = claim();
         }
-        if (!__any_sync(WHOLE_WARP, number < end)) return true;
-        const auto poll = [&] { return __ballot_sync(WHOLE_WARP, number < end && is_free(a, g, t, to, number)); };
+        if (!__any_sync(WHOLE_WARP, number != NONE)) return true;
+        const auto poll = [&] {
+            return __ballot_sync(WHOLE_WARP, number != NONE && (free.is_known(number) || free.is_free(a, g, t, to, number)));
+        };
         u32 ready = poll();
         if (ready == 0) {
             copies.drain(); // others may wait for that
             const bool came = r.wait<true>([&](u32& missing) {
                 ready = poll();
-                if (ready == 0 && number < end) missing = to;
+                if (ready == 0 && number != NONE) missing = to;
                 return ready != 0;
             });
             if (!came) return false;
         }
         const bool is_mine = ready >> lane_id() & 1;
-        if (__any_sync(WHOLE_WARP, is_mine && round_of(g, number) != 0)) {
-            __syncwarp(); // as in `wait_for_peer`
-            copies.see();
-        }
+        free.learn(copies, g, is_mine && !free.is_known(number), number);
         send(ready, number);
-        if (is_mine) number = end;
+        if (is_mine) number = NONE;
     }
 }
 
