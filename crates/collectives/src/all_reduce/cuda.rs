@@ -34,8 +34,8 @@ impl Family for Reducing {
         REDUCE,
         Source::new("all_reduce/kernels.cuh", include_str!("kernels.cuh")),
         Source::new(
-            "gather_scatter/reduce_scatter.cuh",
-            include_str!("../gather_scatter/reduce_scatter.cuh"),
+            "gather_scatter/blocks/reduce_scatter.cuh",
+            include_str!("../gather_scatter/blocks/reduce_scatter.cuh"),
         ),
     ];
 

@@ -14,7 +14,7 @@ use antiphon_testing::{disassembler, nvrtc};
 use super::MAX_WORLD;
 use crate::{
     all_reduce::{Algorithm, Reducing, Registered},
-    fusion::{Shape, cuda::Fusion},
+    fusion::gpu::{Fusion, Shape},
     gather_scatter::{Messaging, MovingLists, ReducingLists, ReducingParts, cuda::Movement},
     mixed::Mixing,
 };

@@ -148,7 +148,7 @@ impl CudaCollectives {
     ) -> Result<()> {
         let call = Validated::new(self.serves(), &call)?;
         // SAFETY: passed on.
-        unsafe { fusion::cuda::run(&self.tenant, &self.table, call, stream.into()) }
+        unsafe { fusion::gpu::run(&self.tenant, &self.table, call, stream.into()) }
     }
 
     /// Compiles and loads the program of calls like this one, of as many tokens, so that no call has to. From the cache on disk
@@ -157,7 +157,7 @@ impl CudaCollectives {
     /// # Errors
     /// As [`all_reduce_fused`](Self::all_reduce_fused).
     pub fn prepare_fused(&self, call: &FusedAllReduce<Operand<'_>>) -> Result<()> {
-        fusion::cuda::prepare(&self.tenant, &self.table, &Validated::new(self.serves(), call)?)
+        fusion::gpu::prepare(&self.tenant, &self.table, &Validated::new(self.serves(), call)?)
     }
 
     /// The inputs of all ranks, one after the other: `n` elements in, `W·n` out. The input may be this rank's block of the

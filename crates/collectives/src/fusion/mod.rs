@@ -73,21 +73,13 @@
 //! The formulas, the layouts and the names of the quantised forms follow FlashInfer 0.6.18's `trtllm_allreduce_fusion`,
 //! `trtllm_moe_allreduce_fusion`, `trtllm_moe_finalize_allreduce_fusion` and `trtllm_custom_all_reduce`.
 
-mod builder;
 mod call;
-pub(crate) mod cuda;
+pub(crate) mod gpu;
 mod host;
-mod operand;
 #[cfg(any(test, feature = "reference"))]
 pub mod reference;
-mod teams;
-mod validated;
 
-pub use builder::InPlace;
-pub use call::{Accumulation, FusedAllReduce, Quantization, RmsNorm, Role, Scale, Source};
-pub use operand::{Operand, TensorHandle};
-pub(crate) use {
-    host::run,
-    teams::{Shape, Teams},
-    validated::Validated,
+pub use call::{
+    Accumulation, FusedAllReduce, InPlace, Operand, Quantization, RmsNorm, Role, Scale, Source, TensorHandle,
 };
+pub(crate) use {call::Validated, host::run};

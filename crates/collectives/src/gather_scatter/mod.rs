@@ -19,23 +19,25 @@
 //! Every rank takes part in every round, even if it neither sends nor receives data. So all ranks notice calls that disagree and
 //! lost ranks.
 
-pub(crate) mod cuda;
-mod host;
+mod blocks;
 mod lists;
 mod messages;
 mod parts;
-mod uneven;
 
 use antiphon_device::host::reduce::Reducer;
 use antiphon_fabric::{Communicator, Nodes};
 use antiphon_operation::Extent;
 
+pub(crate) use blocks::cuda;
 pub(crate) use messages::Messaging;
 #[cfg(test)]
 pub(crate) use {
     lists::{MovingLists, ReducingLists},
     parts::ReducingParts,
 };
+
+use blocks::host;
+use parts::uneven;
 
 use crate::{
     arguments::CheckedCall,

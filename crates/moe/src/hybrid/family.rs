@@ -150,11 +150,14 @@ impl HybridSumming {
     }
 }
 
-const CHOICES: Source = Source { name: "hybrid/choices.cuh", text: include_str!("choices.cuh") };
-const LIST: Source = Source { name: "hybrid/list.cuh", text: include_str!("list.cuh") };
-const PLACE: Source = Source { name: "hybrid/place.cuh", text: include_str!("place.cuh") };
-const ROWS_BY_MAP: Source = Source { name: "hybrid/dispatch.cuh", text: include_str!("dispatch.cuh") };
-const SUMS_BY_MAP: Source = Source { name: "hybrid/combine.cuh", text: include_str!("combine.cuh") };
+const CHOICES: Source =
+    Source { name: "hybrid/kernels/choices.cuh", text: include_str!("kernels/choices.cuh") };
+const LIST: Source = Source { name: "hybrid/kernels/list.cuh", text: include_str!("kernels/list.cuh") };
+const PLACE: Source = Source { name: "hybrid/kernels/place.cuh", text: include_str!("kernels/place.cuh") };
+const ROWS_BY_MAP: Source =
+    Source { name: "hybrid/kernels/dispatch.cuh", text: include_str!("kernels/dispatch.cuh") };
+const SUMS_BY_MAP: Source =
+    Source { name: "hybrid/kernels/combine.cuh", text: include_str!("kernels/combine.cuh") };
 
 family!(
     Listing: ListKernel(ListCall), "list.cuh" of [CHOICES, LIST],

@@ -1,7 +1,7 @@
 //! This rank's contribution, where it has to be computed first.
 
 use super::{
-    super::{Accumulation, Source, Validated, validated::Counts},
+    super::{Accumulation, Source, Validated, call::validated::Counts},
     arithmetic::{Float, combine, element, number, round, rounded, store},
     compiled::Body,
 };

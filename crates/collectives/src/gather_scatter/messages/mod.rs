@@ -31,7 +31,7 @@ impl Family for Messaging {
     type Arguments = Messages;
     const NAME: &'static str = "messaging.cuh";
     const SOURCES: &'static [Source] =
-        &[ROWS, BYTES, Source::new("gather_scatter/messages.cuh", include_str!("messages.cuh"))];
+        &[ROWS, BYTES, Source::new("gather_scatter/messages/messages.cuh", include_str!("messages.cuh"))];
 
     /// A grid has a block for each multiprocessor at most, but a thread needs many registers for the rows under way; and there
     /// is room for what sends beside what receives.

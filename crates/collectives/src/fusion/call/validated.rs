@@ -77,12 +77,12 @@ impl Validated {
     }
 
     /// The places of codes and scales, if `group` elements share a scale.
-    pub(super) fn groups(&self, group: usize) -> Fp8Groups {
+    pub(in crate::fusion) fn groups(&self, group: usize) -> Fp8Groups {
         groups([self.tokens, self.hidden], group).expect("a checked group")
     }
 
     /// Where codes and scales of FP4 stand.
-    pub(super) fn blocks(&self, layout: ScaleLayout) -> NvFp4 {
+    pub(in crate::fusion) fn blocks(&self, layout: ScaleLayout) -> NvFp4 {
         NvFp4::new(self.tokens, self.hidden, layout).expect("a checked layout")
     }
 

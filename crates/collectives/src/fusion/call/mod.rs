@@ -4,8 +4,16 @@ use std::convert::Infallible;
 
 use antiphon_tensor::{ScaleLayout, quantize::TokenRule};
 
-use super::operand::Unfit;
+mod builder;
+mod operand;
+pub(super) mod validated;
+
+pub use builder::InPlace;
+pub use operand::{Operand, TensorHandle};
+pub(crate) use validated::Validated;
+
 use crate::all_reduce::Algorithm;
+use operand::Unfit;
 
 /// A rank's contribution to the sum: `tokens × hidden` elements of the call's dtype, here `E`. `T` stands for a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -114,7 +122,7 @@ pub struct RmsNorm<T> {
 #[must_use = "this describes a call"]
 pub struct FusedAllReduce<T> {
     /// A view that does not fit, of which the call tells.
-    pub(super) unfit: Option<Unfit>,
+    unfit: Option<Unfit>,
     pub(crate) tokens: usize,
     pub(crate) hidden: usize,
     pub(crate) source: Source<T>,

@@ -2,8 +2,8 @@
 
 use antiphon_device::cuda::LaunchConfig;
 
-use super::{Quantization, Source, Validated};
 use crate::all_reduce::Algorithm;
+use crate::fusion::{Quantization, Source, Validated};
 
 /// Blocks of a cluster that every GPU with clusters can have.
 const MOST_BLOCKS: usize = 8;

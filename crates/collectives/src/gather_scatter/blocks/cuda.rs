@@ -24,7 +24,8 @@ kernels! {
 }
 
 /// Bytes as rows, for all kernels that move them. Behind [`ROWS`].
-pub(super) const BYTES: Source = Source::new("gather_scatter/bytes.cuh", include_str!("bytes.cuh"));
+pub(in crate::gather_scatter) const BYTES: Source =
+    Source::new("gather_scatter/blocks/bytes.cuh", include_str!("bytes.cuh"));
 
 /// The kernels that move bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,12 +36,12 @@ impl Family for Movement {
     type Arguments = NoArguments;
     const NAME: &'static str = "movement.cuh";
     const SOURCES: &'static [Source] =
-        &[ROWS, BYTES, Source::new("gather_scatter/kernels.cuh", include_str!("kernels.cuh"))];
+        &[ROWS, BYTES, Source::new("gather_scatter/blocks/kernels.cuh", include_str!("kernels.cuh"))];
 }
 
 /// Bytes that a row takes in a lane, and those of them that are data; see `ROW` in rows.cuh.
-pub(super) const ROW_BYTES: usize = 512;
-pub(super) const ROW_DATA: usize = 496;
+pub(in crate::gather_scatter) const ROW_BYTES: usize = 512;
+pub(in crate::gather_scatter) const ROW_DATA: usize = 496;
 /// The number of bytes from which on a broadcast is sent in parts: there (W − 1)·n bytes out of the root cost more than a second hop.
 const PARTS_FROM: usize = 256 << 10;
 

@@ -13,7 +13,10 @@ const WITH_COUNTS: usize = 64 << 10;
 
 /// Exchanges the counts and checks that what each rank sends is what the other expects; the longest piece. Where all inputs are
 /// short, the pieces come along, and none is left to move.
-pub(super) fn agree_on_counts(rounds: &mut Rounds, call: &CheckedCall<'_>) -> Result<Option<usize>> {
+pub(in crate::gather_scatter) fn agree_on_counts(
+    rounds: &mut Rounds,
+    call: &CheckedCall<'_>,
+) -> Result<Option<usize>> {
     let (Some(input), Some(output)) = (call.input, call.output) else { return Ok(None) }; // there are both: no rank is a root
     let (rank, world_size, size) = (rounds.rank(), rounds.world_size(), call.dtype.size());
     let counts = 2 * world_size * size_of::<u64>();

@@ -24,7 +24,7 @@ use crate::{
 const MAX_TENSORS: usize = 64;
 /// The algorithm's number in the rows of the table.
 const COALESCED: u8 = 1;
-const LISTS: Source = Source::new("gather_scatter/lists.cuh", include_str!("lists.cuh"));
+const LISTS: Source = Source::new("gather_scatter/lists/lists.cuh", include_str!("lists.cuh"));
 
 kernels! {
     /// The kernel of `all_gather_list.cuh`.
@@ -52,7 +52,7 @@ impl Family for MovingLists {
         ROWS,
         BYTES,
         LISTS,
-        Source::new("gather_scatter/all_gather_list.cuh", include_str!("all_gather_list.cuh")),
+        Source::new("gather_scatter/lists/all_gather_list.cuh", include_str!("all_gather_list.cuh")),
     ];
 
     /// A thread needs more registers than for one tensor.
@@ -72,7 +72,7 @@ impl Family for ReducingLists {
     const SOURCES: &'static [Source] = &[
         REDUCE,
         LISTS,
-        Source::new("gather_scatter/reduce_scatter_list.cuh", include_str!("reduce_scatter_list.cuh")),
+        Source::new("gather_scatter/lists/reduce_scatter_list.cuh", include_str!("reduce_scatter_list.cuh")),
     ];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {

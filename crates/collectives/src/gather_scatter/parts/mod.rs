@@ -1,5 +1,7 @@
 //! Reductions in which ranks get parts of any lengths, or one of them all; `reduce_parts.cuh` has the kernels.
 
+pub(super) mod uneven;
+
 use antiphon_device::cuda::{KernelArgument, Program, StreamRef};
 use antiphon_fabric::gpu::{
     Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, Work, kernels,
@@ -25,7 +27,7 @@ impl Family for ReducingParts {
     type Arguments = PartsOfRanks;
     const NAME: &'static str = "reduction_of_parts.cuh";
     const SOURCES: &'static [Source] =
-        &[REDUCE, Source::new("gather_scatter/reduce_parts.cuh", include_str!("reduce_parts.cuh"))];
+        &[REDUCE, Source::new("gather_scatter/parts/reduce_parts.cuh", include_str!("reduce_parts.cuh"))];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
         self.0.define(program)

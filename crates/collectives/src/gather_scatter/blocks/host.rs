@@ -22,7 +22,7 @@ use crate::{
 const PIECE: usize = 128 << 10;
 
 /// Carries a call out whose longest piece, of any rank, has `longest` elements.
-pub(super) fn run(
+pub(in crate::gather_scatter) fn run(
     comm: &Communicator,
     rounds: &mut Rounds,
     call: &CheckedCall<'_>,
@@ -111,7 +111,7 @@ pub(super) fn run(
 }
 
 /// Carries a reduction out [by nodes](crate::hierarchical).
-pub(super) fn run_by_nodes(
+pub(in crate::gather_scatter) fn run_by_nodes(
     comm: &Communicator,
     rounds: &mut Rounds,
     call: &CheckedCall<'_>,

@@ -1,5 +1,7 @@
 //! The fused all-reduce on GPUs; `kernels.cuh` has the algorithms, `epilogue.cuh` the operations on the sum.
 
+mod teams;
+
 use std::ptr::{null, null_mut};
 
 use antiphon_device::{
@@ -12,16 +14,16 @@ use antiphon_fabric::{
 };
 use antiphon_tensor::quantize::TokenRule;
 
-use super::{
-    Accumulation, Quantization, RmsNorm, Scale, Shape, Source, Teams, Validated, teams::Room,
-    validated::Counts,
-};
+use super::{Accumulation, Quantization, RmsNorm, Scale, Source, Validated, call::validated::Counts};
 use crate::{
     AlgorithmTable,
     all_reduce::Algorithm,
     arguments::reduction,
     error::{CollectiveError, Result},
 };
+use teams::Room;
+pub(crate) use teams::Shape;
+use teams::Teams;
 
 kernels! {
     /// The kernel of `kernels.cuh`.
@@ -50,11 +52,11 @@ impl Family for Fusion {
     const SOURCES: &'static [gpu::Source] = &[
         REDUCE,
         FORMATS,
-        gpu::Source::new("fusion/source.cuh", include_str!("source.cuh")),
-        gpu::Source::new("fusion/team.cuh", include_str!("team.cuh")),
-        gpu::Source::new("fusion/quantize.cuh", include_str!("quantize.cuh")),
-        gpu::Source::new("fusion/epilogue.cuh", include_str!("epilogue.cuh")),
-        gpu::Source::new("fusion/kernels.cuh", include_str!("kernels.cuh")),
+        gpu::Source::new("fusion/gpu/source.cuh", include_str!("source.cuh")),
+        gpu::Source::new("fusion/gpu/team.cuh", include_str!("team.cuh")),
+        gpu::Source::new("fusion/gpu/quantize.cuh", include_str!("quantize.cuh")),
+        gpu::Source::new("fusion/gpu/epilogue.cuh", include_str!("epilogue.cuh")),
+        gpu::Source::new("fusion/gpu/kernels.cuh", include_str!("kernels.cuh")),
     ];
 
     fn define(&self, program: Program, world_size: usize) -> Program {
