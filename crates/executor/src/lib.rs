@@ -56,9 +56,11 @@
 mod collection;
 mod error;
 mod host;
+mod layout;
 mod waiting;
 
 pub use collection::AlgorithmCollection;
 pub use error::{ExecutorError, Result};
-pub use host::{LoadedPlan, Options, PacketKind};
+pub use host::{LoadedPlan, Options};
+pub use layout::PacketKind;
 pub use waiting::Waiting;

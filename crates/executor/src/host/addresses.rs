@@ -2,12 +2,8 @@
 
 use antiphon_fabric::{ArenaOffsets, Rounds};
 
-use super::{
-    arguments::Arguments,
-    memory::Workspace,
-    placement::{Base, Move},
-    program::Layout,
-};
+use super::{arguments::Arguments, memory::Workspace};
+use crate::layout::{Base, Layout, Move};
 
 /// The address of a region's first chunk, and the distance between its chunks in bytes.
 #[derive(Debug, Clone, Copy)]

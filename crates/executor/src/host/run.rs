@@ -15,14 +15,15 @@ use antiphon_plan::{Extent, REDUCE_OPS};
 use super::{
     addresses::{Areas, RankAddresses, Slice, Slicing, Tensors},
     arguments::Arguments,
-    compile::{Target, compile},
-    load::{Key, LoadedPlan, Mode},
+    load::{Key, LoadedPlan},
     machine::{Launch, Stuck},
     memory::{SharedWorkspace, Workspace},
-    placement::Base,
-    program::{Layout, slot},
 };
-use crate::{ExecutorError, error::Result};
+use crate::{
+    ExecutorError,
+    error::Result,
+    layout::{Base, Layout, Mode, Target, compile, slot},
+};
 
 /// Bytes of a tensor, or of scratch, that go through a launch: few enough to stay in the cache, and enough for a launch's
 /// rounds and signals to be worth their while.
