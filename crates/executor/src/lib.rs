@@ -53,7 +53,9 @@
 
 #![warn(missing_docs)]
 
+mod arguments;
 mod collection;
+pub mod cuda;
 mod error;
 mod host;
 mod layout;

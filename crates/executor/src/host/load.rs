@@ -2,16 +2,16 @@
 
 use antiphon_fabric::{ArenaOffsets, Communicator, Operation, Signature};
 use antiphon_plan::{BufferType, ChannelId, ChannelType, Plan, Rank, Wiring, verify::VerifiedPlan};
-use antiphon_tensor::{TensorView, TensorViewMut};
+use antiphon_tensor::{Device, TensorView, TensorViewMut};
 
 use super::{
     addresses::ChunkAddresses,
-    arguments::Arguments,
     machine::{Channel, Machine},
     memory::{SyncArea, Workspace},
 };
 use crate::{
     ExecutorError,
+    arguments::Arguments,
     error::Result,
     layout::{Base, Checked, Mode, PacketKind, Program},
 };
@@ -157,7 +157,7 @@ impl LoadedPlan {
         output: impl Into<TensorViewMut<'o>>,
     ) -> Result<()> {
         let (input, mut output) = (input.into(), output.into());
-        let call = Arguments::apart(&input, &mut output)?;
+        let call = Arguments::apart(Device::Host, &input, &mut output)?;
         self.run(comm, &call)
     }
 
@@ -178,7 +178,7 @@ impl LoadedPlan {
         let chunks = self.plan.gpus.first().map_or([0, 0], |gpu| [gpu.input_chunks, gpu.output_chunks]);
         let shift = |buffer| mode.placements.shift(Rank(self.rank as u32), buffer);
         let shifts = [shift(BufferType::Input), shift(BufferType::Output)];
-        let call = Arguments::together(&mut buffer.into(), chunks, shifts)?;
+        let call = Arguments::together(Device::Host, &mut buffer.into(), chunks, shifts)?;
         self.run(comm, &call)
     }
 

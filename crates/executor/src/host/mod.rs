@@ -1,7 +1,6 @@
 //! Plans on host memory: ranks are processes or threads, peers' memory is mapped.
 
 mod addresses;
-mod arguments;
 mod data;
 mod load;
 mod machine;

@@ -102,6 +102,17 @@ impl Checked {
         }
     }
 
+    /// The calls in place of a plan of this name.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Buffers`] if there are none.
+    pub(crate) fn in_place(&self, name: &str) -> Result<&Mode> {
+        self.modes[1].as_ref().ok_or_else(|| ExecutorError::Buffers {
+            plan: name.to_owned(),
+            what: "the parts of all ranks do not make a whole, so it cannot work in place".into(),
+        })
+    }
+
     /// The beginning of the digest, which calls carry.
     pub(crate) fn short_digest(&self) -> u32 {
         u32::from_be_bytes([0, 1, 2, 3].map(|at| self.digest[at]))

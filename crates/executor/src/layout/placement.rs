@@ -29,7 +29,17 @@ pub(crate) enum Base {
 }
 
 impl Base {
-    pub(crate) const COUNT: usize = 8;
+    pub(crate) const ALL: [Self; 8] = [
+        Base::Input,
+        Base::Output,
+        Base::SharedInput,
+        Base::SharedOutput,
+        Base::StagedInput,
+        Base::StagedOutput,
+        Base::Scratch,
+        Base::Packets,
+    ];
+    pub(crate) const COUNT: usize = Self::ALL.len();
 
     fn of(buffer: BufferType, placement: Placement) -> Self {
         match (buffer, placement) {

@@ -49,7 +49,6 @@ pub(crate) enum Step {
     Barrier { barrier: usize, of: u32 },
     /// One is added to the counts of peers: behind what the block did before its threads last met, unless it is `relaxed`, as
     /// nothing but signals is ahead.
-    #[expect(dead_code, reason = "for executors whose memory reorders")]
     Signal { signals: Vec<Signal>, relaxed: bool },
     /// Waits for one more signal on each of these channels.
     Wait(Vec<usize>),
@@ -129,6 +128,10 @@ impl Operand {
 
     pub(crate) fn rank(&self) -> usize {
         self.slot / Base::COUNT
+    }
+
+    pub(crate) fn base(&self) -> Base {
+        Base::ALL[self.slot % Base::COUNT]
     }
 }
 

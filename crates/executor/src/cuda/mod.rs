@@ -1,0 +1,9 @@
+//! Plans between GPUs.
+
+mod family;
+mod memory;
+mod plan;
+mod report;
+mod table;
+
+pub use plan::{CudaOptions, CudaPlan};
