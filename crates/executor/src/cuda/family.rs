@@ -26,7 +26,6 @@ pub(super) struct PlanCall {
     pub(super) cleared: u64,
     pub(super) packets: u64,
     pub(super) packet_bytes: u64,
-    pub(super) chunk: u64,
 }
 
 // SAFETY: the layout of the kernel's struct: words of 64 bits.

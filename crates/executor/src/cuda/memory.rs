@@ -250,16 +250,18 @@ impl Places<'_> {
         }
     }
 
-    /// An operand of a step that begins at byte `start` of its operation.
+    /// An operand of a step that begins at byte `start` of its operation: where byte 0 of that would lie, if the step's chunk and all
+    /// before it lay side by side.
     pub(super) fn operand(&self, operand: Operand, start: usize) -> Item {
         let (base, at, stride) = self.region(operand.rank(), operand.base());
-        // The operation's first chunk may lie before the region's first.
-        let at = at.wrapping_add((operand.chunk.wrapping_mul(stride)) as u64);
-        let first = operand.chunk.wrapping_add(start.checked_div(self.chunk).unwrap_or(0));
-        let rank = match operand.base() {
-            Region::Packets => self.writers.of(first as u64, self.rank),
-            _ => operand.rank(),
+        let before = start.checked_div(self.chunk).unwrap_or(0);
+        let chunk = operand.chunk.wrapping_add(before); // the operation's first chunk may lie before the region's first
+        let (rank, scale) = match operand.base() {
+            Region::Packets => (self.writers.of(chunk as u64, self.rank), 2),
+            _ => (operand.rank(), 1),
         };
+        let skipped = (before * self.chunk * scale) as u64;
+        let at = at.wrapping_add(chunk.wrapping_mul(stride) as u64).wrapping_sub(skipped);
         Item { at, base, rank }
     }
 }

@@ -1,6 +1,8 @@
 //! Plans between GPUs.
 
 mod family;
+#[cfg(test)]
+mod machine_code;
 mod memory;
 mod plan;
 mod report;

@@ -9,16 +9,20 @@
 
 typedef ELEMENT T;
 
-// The type in which elements accumulate: small integers wrap, and so may do it in 32 bits.
-template <class T> struct accumulator { typedef typename wide<T>::type type; };
-template <> struct accumulator<i32> { typedef i32 type; };
-template <> struct accumulator<i8> { typedef i32 type; };
-template <> struct accumulator<u8> { typedef i32 type; };
-typedef accumulator<T>::type A;
+// The type in which two elements are combined. Integers wrap, so that small ones need no more than 32 bits, and are kept as they are.
+template <class T> struct combined { typedef typename wide<T>::type type; };
+template <> struct combined<i32> { typedef i32 type; };
+template <> struct combined<i8> { typedef i32 type; };
+template <> struct combined<u8> { typedef i32 type; };
+typedef combined<T>::type A;
 
 [[maybe_unused]] DEVICE i32 plus(i32 a, i32 b) { return (i32)((u32)a + (u32)b); }
 [[maybe_unused]] DEVICE i32 minimum(i32 a, i32 b) { return a < b ? a : b; }
 [[maybe_unused]] DEVICE i32 maximum(i32 a, i32 b) { return a > b ? a : b; }
+
+DEVICE A combine(u32 op, A a, A b) {
+    return op == OPERATOR_SUM ? plus(a, b) : op == OPERATOR_MIN ? minimum(a, b) : maximum(a, b);
+}
 
 // An operand of a step, or the counter of a channel. Rust's `Item` has the same layout.
 struct alignas(16) plan_item {
@@ -35,8 +39,10 @@ struct alignas(16) plan_step {
     u32 by_turn;  // whether each turn of a loop does a part of the share
     u32 counts[4];
     u64 share[2]; // the block's bytes of the operation; of a loop, the number of turns and the bytes of each
-    u64 span[2];  // the step's bytes of the operation
+    u64 span[2];  // the step's bytes of the operation, of one chunk if chunks are padded as packets
 };
+DEVICE u32 sources_of(const plan_step& s) { return s.counts[0] + s.counts[1]; }
+DEVICE u32 items_of(const plan_step& s) { return s.counts[0] + s.counts[1] + s.counts[2] + s.counts[3]; }
 
 // Signals of a channel, releases of a semaphore or arrivals at a barrier since the plan was loaded, and how many of them were taken.
 struct alignas(16) plan_counter {
@@ -45,36 +51,71 @@ struct alignas(16) plan_counter {
 
 // What steps share. Rust's `PlanCall` has the same layout.
 struct plan_call {
-    const u32* starts;      // the first step of each block, and behind the last
+    const u32* starts;      // the first step of each block
     const plan_step* steps;
     const plan_item* items;
     u32* flags;             // of the last launch: a copy for each block
     plan_counter* cleared;  // of the blocks that have cleared packets
     u8* packets;            // all packets that come to this rank
     u64 packet_bytes;
-    u64 chunk;              // bytes of a chunk
 };
 
-// A thread's view of a launch.
+// A thread's view of a launch. Registers are what this kernel has least of, so it holds what cannot be found again.
 struct launch {
     const arguments& a;
     const plan_call& p;
-    reader& r;
-    u32 flag;
-    u32 step;
+    const plan_step* step;
 
-    DEVICE u64 place(const plan_item& item) const {
-        return item.at + (item.base == ABSOLUTE ? 0 : item.base == OF_INPUT ? (u64)a.input : (u64)a.output);
-    }
+    DEVICE const plan_item& item(u32 index) const { return p.items[step->first + index]; }
 
-    // Waits, for all threads of the warp; `seen` tells the operation.
-    template <class Ready> DEVICE bool wait(u64 expected, Ready ready) {
-        return r.wait_for<true>(expected, [&](u32& missing, tag& seen) {
-            seen.high = step + 1;
-            return ready(missing, seen.low);
-        });
+    DEVICE u64 place(u32 index) const {
+        const plan_item& it = item(index);
+        return it.at + (it.base == ABSOLUTE ? 0 : it.base == OF_INPUT ? (u64)a.input : (u64)a.output);
     }
 };
+
+// Of the launch: where the tags are, and the flag.
+struct numbers {
+    u32 slot, flag;
+};
+DEVICE numbers& of_launch() {
+    __shared__ numbers all;
+    return all;
+}
+
+// The thread of the block; read where it is used, and not held in a register.
+DEVICE u32 thread() {
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
+// What a thread waits for: nothing, a count of this GPU's blocks or of all, or a word of a packet that has the flag. What waits is left
+// and entered again, so that the kernel waits in one place, where it holds little else.
+enum class until : u32 { NOW, COUNT_HERE, COUNT, PACKET };
+struct awaited {
+    until what;
+    u32 peer; // that brings it
+    u64 place, expected;
+
+    DEVICE bool has_come(u64& seen) const {
+        if (what == until::NOW) return true;
+        if (what == until::PACKET) return (seen = ld_relaxed_sys((const u64*)place) >> 32) == expected;
+        seen = what == until::COUNT ? ld_acquire_sys((const u64*)place) : ld_acquire_gpu((const u64*)place);
+        return (i64)(seen - expected) >= 0;
+    }
+};
+
+// Waits for all threads of the warp. The report tells the step.
+DEVICE bool wait(const launch& l, const awaited& w) {
+    turn t{};
+    t.slot = of_launch().slot;
+    return reader(l.a, t).wait_for<true>(w.expected, [&](u32& missing, tag& seen) {
+        const bool has_come = w.has_come(seen.low);
+        if (!has_come) missing = w.peer, seen.high = l.step - l.p.steps + 1;
+        return has_come;
+    });
+}
 
 // ---------------------------------------------------------------------------------------------------------- bytes
 
@@ -110,255 +151,203 @@ template <u32 BYTES> DEVICE void store(u64 to, const bytes<BYTES>& v) {
     if constexpr (BYTES == 16) store16_volatile((void*)to, make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]));
 }
 
-// The first `count` bytes, at any address; the others are zero.
-template <u32 BYTES> DEVICE bytes<BYTES> load_some(u64 from, u32 count) {
-    if (count == BYTES && from % BYTES == 0) return load<BYTES>(from);
-    bytes<BYTES> v = {};
-    if ((from | count) % 4 == 0) {
+template <u32 WIDTH> struct of_width {
+    static constexpr u32 BYTES = WIDTH;
+};
+
+// Accesses those of the BYTES bytes at an address that a part has, from `begin` to `end`: in one access if they are all, and lie at a
+// multiple of BYTES; else in the largest units that all have.
+template <u32 BYTES, class Whole, class Unit>
+DEVICE void in_units(u64 at, u32 begin, u32 end, Whole whole, Unit unit) {
+    const u32 of_all = (u32)at | begin | end;
+    if (begin == 0 && end == BYTES && at % BYTES == 0) return whole();
+    if (of_all % 4 == 0) {
 #pragma unroll
-        for (u32 at = 0; at < BYTES; at += 4)
-            if (at < count) v.word[at / 4] = load<4>(from + at).word[0];
-        return v;
+        for (u32 k = 0; k < BYTES; k += 4)
+            if (begin <= k && k < end) unit(of_width<4>(), k);
+    } else if (of_all % 2 == 0) {
+#pragma unroll
+        for (u32 k = 0; k < BYTES; k += 2)
+            if (begin <= k && k < end) unit(of_width<2>(), k);
+    } else {
+#pragma unroll
+        for (u32 k = 0; k < BYTES; ++k)
+            if (begin <= k && k < end) unit(of_width<1>(), k);
     }
-#pragma unroll
-    for (u32 at = 0; at < BYTES; ++at)
-        if (at < count) v.word[at / 4] |= load<1>(from + at).word[0] << at % 4 * 8;
+}
+
+// The bytes from `begin` to `end` of those at an address; the others are zero.
+template <u32 BYTES> DEVICE bytes<BYTES> load_part(u64 from, u32 begin, u32 end) {
+    bytes<BYTES> v = {};
+    in_units<BYTES>(
+        from, begin, end, [&] { v = load<BYTES>(from); },
+        [&](auto width, u32 k) { v.word[k / 4] |= load<decltype(width)::BYTES>(from + k).word[0] << k % 4 * 8; });
     return v;
 }
 
-template <u32 BYTES> DEVICE void store_some(u64 to, const bytes<BYTES>& v, u32 count) {
-    if (count == BYTES && to % BYTES == 0) return store<BYTES>(to, v);
-    if ((to | count) % 4 == 0) {
-#pragma unroll
-        for (u32 at = 0; at < BYTES; at += 4)
-            if (at < count) store<4>(to + at, bytes<4>{{v.word[at / 4]}});
-        return;
-    }
-#pragma unroll
-    for (u32 at = 0; at < BYTES; ++at)
-        if (at < count) store<1>(to + at, bytes<1>{{v.word[at / 4] >> at % 4 * 8 & 0xFF}});
+template <u32 BYTES> DEVICE void store_part(u64 to, const bytes<BYTES>& v, u32 begin, u32 end) {
+    in_units<BYTES>(
+        to, begin, end, [&] { store<BYTES>(to, v); },
+        [&](auto width, u32 k) {
+            constexpr u32 UNIT = decltype(width)::BYTES;
+            store<UNIT>(to + k, bytes<UNIT>{{v.word[k / 4] >> k % 4 * 8}});
+        });
 }
 
 // -------------------------------------------------------------------------------------------------------- packets
 
-// Loads the packets of some bytes: whether all of their words have the flag. `seen` is the flag of one that has another.
-template <u32 BYTES> DEVICE bool load_packets(u64 from, u32 flag, bytes<BYTES>& v, u64& seen) {
-    static_assert(BYTES == 4 || BYTES == 8, "one word of eight bytes, or two");
+// Loads the packets of the first `count` bytes. False if a word has another flag: `missing` is its place.
+template <u32 BYTES> DEVICE bool load_packets(u64 from, u32 flag, bytes<BYTES>& v, u32 count, u64& missing) {
     u64 words[BYTES / 4];
-    if constexpr (BYTES == 4) asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(words[0]) : "l"(from) : "memory");
-    if constexpr (BYTES == 8)
-        asm volatile("ld.volatile.global.v2.u64 {%0,%1}, [%2];" : "=l"(words[0]), "=l"(words[1]) : "l"(from) : "memory");
+#pragma unroll
+    for (u32 k = 0; k < BYTES / 4; ++k) words[k] = (u64)flag << 32;
+    if constexpr (PAYLOAD == 8) {
+        if (count != 0)
+            asm volatile("ld.volatile.global.v2.u64 {%0,%1}, [%2];" : "=l"(words[0]), "=l"(words[1]) : "l"(from) : "memory");
+    } else {
+#pragma unroll
+        for (u32 k = 0; k < BYTES / 4; ++k)
+            if (k * 4 < count) asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(words[k]) : "l"(from + k * 8) : "memory");
+    }
     bool complete = true;
 #pragma unroll
     for (u32 k = 0; k < BYTES / 4; ++k) {
         v.word[k] = (u32)words[k];
-        if ((u32)(words[k] >> 32) != flag) complete = false, seen = words[k] >> 32;
+        if ((u32)(words[k] >> 32) != flag) complete = false, missing = from + k * 8;
     }
     return complete;
 }
 
-template <u32 BYTES> DEVICE void store_packets(u64 to, u32 flag, const bytes<BYTES>& v) {
-    const u64 first = v.word[0] | (u64)flag << 32;
-    if constexpr (BYTES == 4) asm volatile("st.volatile.global.u64 [%0], %1;" :: "l"(to), "l"(first) : "memory");
-    if constexpr (BYTES == 8)
+template <u32 BYTES> DEVICE void store_packets(u64 to, u32 flag, const bytes<BYTES>& v, u32 count) {
+    const u64 high = (u64)flag << 32;
+    if constexpr (PAYLOAD == 8)
         asm volatile("st.volatile.global.v2.u64 [%0], {%1,%2};"
-                     :: "l"(to), "l"(first), "l"(v.word[1] | (u64)flag << 32) : "memory");
+                     :: "l"(to), "l"(v.word[0] | high), "l"(v.word[1] | high) : "memory");
+    else
+#pragma unroll
+        for (u32 k = 0; k < BYTES / 4; ++k)
+            if (k * 4 < count) asm volatile("st.volatile.global.u64 [%0], %1;" :: "l"(to + k * 8), "l"(v.word[k] | high) : "memory");
 }
 
 // --------------------------------------------------------------------------------------------------------- values
 
-// Bytes that come from one source.
-template <u32 BYTES> struct moved {
-    bytes<BYTES> all;
+template <u32 BYTES> DEVICE T element_of(const bytes<BYTES>& v, u32 k) {
+    union {
+        u64 bits;
+        T element;
+    } both;
+    const u32 at = k * sizeof(T);
+    both.bits = v.word[at / 4] >> at % 4 * 8;
+    if constexpr (sizeof(T) == 8) both.bits |= (u64)v.word[at / 4 + 1] << 32;
+    return both.element;
+}
 
-    DEVICE void begin(const bytes<BYTES>& v) { all = v; }
-    DEVICE void add(u32, const bytes<BYTES>&) {}
-    DEVICE bytes<BYTES> end() const { return all; }
-};
+// Adds an element to bytes that are zero.
+template <u32 BYTES> DEVICE void set_element(bytes<BYTES>& v, u32 k, T element) {
+    union {
+        u64 bits;
+        T element;
+    } both;
+    both.bits = 0;
+    both.element = element;
+    const u32 at = k * sizeof(T);
+    v.word[at / 4] |= (u32)both.bits << at % 4 * 8;
+    if constexpr (sizeof(T) == 8) v.word[at / 4 + 1] = both.bits >> 32;
+}
 
-// Elements that are reduced.
-template <u32 BYTES> struct reduced {
-    static constexpr u32 LANES = BYTES / sizeof(T);
-    static constexpr bool IN_PAIRS = BYTES == 16 && pairs<T>::OF_WORDS;
-    struct lanes {
-        A of[LANES];
-    } sum;
+// Elements that are reduced: those of 16 bits wide, until they are rounded; others need no more than they have.
+template <u32 BYTES, class E = T, bool WIDE = sizeof(E) == 2> struct reduced {
+    bytes<BYTES> sum;
 
-    static DEVICE lanes widened(const bytes<BYTES>& v) {
-        lanes wide;
-        if constexpr (IN_PAIRS) {
-            vec16<T> vector;
-            vector.words = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
-            const wide_vec<T> all = widen_vec(vector);
-#pragma unroll
-            for (u32 k = 0; k < LANES; ++k) wide.of[k] = all.lane[k];
-        } else {
-#pragma unroll
-            for (u32 k = 0; k < LANES; ++k) {
-                union {
-                    u64 bits;
-                    T element;
-                } both;
-                const u32 at = k * sizeof(T);
-                both.bits = v.word[at / 4] >> at % 4 * 8;
-                if constexpr (sizeof(T) == 8) both.bits |= (u64)v.word[at / 4 + 1] << 32;
-                wide.of[k] = (A)widen(both.element);
-            }
-        }
-        return wide;
-    }
-    DEVICE void begin(const bytes<BYTES>& v) { sum = widened(v); }
+    DEVICE void begin(const bytes<BYTES>& v) { sum = v; }
     DEVICE void add(u32 op, const bytes<BYTES>& v) {
-        const lanes more = widened(v);
-        if (op == OPERATOR_SUM)
+        bytes<BYTES> result = {};
 #pragma unroll
-            for (u32 k = 0; k < LANES; ++k) sum.of[k] = plus(sum.of[k], more.of[k]);
-        else if (op == OPERATOR_MIN)
-#pragma unroll
-            for (u32 k = 0; k < LANES; ++k) sum.of[k] = minimum(sum.of[k], more.of[k]);
-        else
-#pragma unroll
-            for (u32 k = 0; k < LANES; ++k) sum.of[k] = maximum(sum.of[k], more.of[k]);
+        for (u32 k = 0; k < BYTES / sizeof(T); ++k)
+            set_element(result, k, (T)combine(op, (A)element_of(sum, k), (A)element_of(v, k)));
+        sum = result;
     }
     DEVICE bytes<BYTES> end() const {
-        bytes<BYTES> v = {};
-        if constexpr (IN_PAIRS) {
-            wide_vec<T> all;
+        bytes<BYTES> result = {};
 #pragma unroll
-            for (u32 k = 0; k < LANES; ++k) all.lane[k] = sum.of[k];
-            const uint4 words = narrow_vec<T>(all).words;
-            v.word[0] = words.x, v.word[1] = words.y, v.word[2] = words.z, v.word[3] = words.w;
-        } else {
+        for (u32 k = 0; k < BYTES / sizeof(T); ++k) set_element(result, k, narrow<T>(widen(element_of(sum, k))));
+        return result;
+    }
+};
+template <u32 BYTES, class E> struct reduced<BYTES, E, true> {
+    float_pair sum[BYTES / 4];
+
+    DEVICE void begin(const bytes<BYTES>& v) {
 #pragma unroll
-            for (u32 k = 0; k < LANES; ++k) {
-                union {
-                    u64 bits;
-                    T element;
-                } both;
-                both.bits = 0;
-                both.element = narrow<T>((typename wide<T>::type)sum.of[k]);
-                const u32 at = k * sizeof(T);
-                v.word[at / 4] |= (u32)both.bits << at % 4 * 8;
-                if constexpr (sizeof(T) == 8) v.word[at / 4 + 1] = both.bits >> 32;
-            }
+        for (u32 k = 0; k < BYTES / 4; ++k) sum[k] = pairs<E>::widen(v.word[k]);
+    }
+    DEVICE void add(u32 op, const bytes<BYTES>& v) {
+#pragma unroll
+        for (u32 k = 0; k < BYTES / 4; ++k) {
+            const float_pair more = pairs<E>::widen(v.word[k]);
+            sum[k] = float_pair{combine(op, sum[k].first, more.first), combine(op, sum[k].second, more.second)};
         }
-        return v;
+    }
+    DEVICE bytes<BYTES> end() const {
+        bytes<BYTES> result;
+#pragma unroll
+        for (u32 k = 0; k < BYTES / 4; ++k) result.word[k] = pairs<E>::narrow(sum[k].first, sum[k].second);
+        return result;
     }
 };
 
 // ---------------------------------------------------------------------------------------------------------- steps
 
-// Does the bytes `begin` to `end`, a multiple of BYTES, of a step without packets, whose operands are there at a multiple of BYTES.
-template <template <u32> class Value, u32 BYTES, u32 BATCH>
-DEVICE void do_bytes(const launch& l, const plan_step& s, u64 begin, u64 end) {
-    const plan_item* items = l.p.items + s.first;
-    const u32 sources = s.counts[0], destinations = s.counts[2];
-    constexpr u64 STEP = THREADS * BYTES;
-    for (u64 at = begin + threadIdx.x * BYTES; at < end; at += BATCH * STEP) {
-        Value<BYTES> value[BATCH];
-        for (u32 source = 0; source < sources; ++source) {
-            const u64 from = l.place(items[source]) + at;
-            bytes<BYTES> v[BATCH] = {};
-#pragma unroll
-            for (u32 n = 0; n < BATCH; ++n)
-                if (at + n * STEP < end) v[n] = load<BYTES>(from + n * STEP);
-#pragma unroll
-            for (u32 n = 0; n < BATCH; ++n) {
-                if (source == 0) value[n].begin(v[n]);
-                else value[n].add(s.detail, v[n]);
-            }
-        }
-        bytes<BYTES> result[BATCH];
-#pragma unroll
-        for (u32 n = 0; n < BATCH; ++n) result[n] = value[n].end();
-        for (u32 destination = 0; destination < destinations; ++destination) {
-            const u64 to = l.place(items[sources + destination]) + at;
-#pragma unroll
-            for (u32 n = 0; n < BATCH; ++n)
-                if (at + n * STEP < end) store<BYTES>(to + n * STEP, result[n]);
-        }
-    }
-}
-
-template <u32 WIDTH> struct of_width {
-    static constexpr u32 BYTES = WIDTH;
-};
-
-// Does a step without packets: in vectors as far as its operands lie alike, and the rest in units of ONE byte or element.
-template <template <u32> class Value, u32 ONE>
-DEVICE void do_plain(const launch& l, const plan_step& s, u64 begin, u64 end) {
-    const plan_item* items = l.p.items + s.first;
-    const u64 first = l.place(items[0]);
-    u64 differs = 0;
-    for (u32 other = 1; other < s.counts[0] + s.counts[2]; ++other) differs |= l.place(items[other]) ^ first;
-    const auto in_units_of = [&](auto width) {
-        constexpr u32 BYTES = decltype(width)::BYTES;
-        const u64 to_multiple = (0 - (first + begin)) % BYTES, head = begin + min(to_multiple, end - begin);
-        const u64 tail = head + (end - head) / BYTES * BYTES;
-        do_bytes<Value, ONE, 1>(l, s, begin, head);
-        do_bytes<Value, BYTES, BYTES == 16 ? 2 : 1>(l, s, head, tail);
-        do_bytes<Value, ONE, 1>(l, s, tail, end);
-    };
-    if (differs % 16 == 0) return in_units_of(of_width<16>());
-    if constexpr (ONE < 4) {
-        if (differs % 4 == 0) return in_units_of(of_width<4>());
-    }
-    do_bytes<Value, ONE, 1>(l, s, begin, end);
-}
-
-// Does a step with packets, each as soon as it is there, UNIT bytes of data at a time: whole packets, and whole elements. False for a
-// warp that gave up.
-template <template <u32> class Value, u32 UNIT>
-DEVICE bool do_packets(launch& l, const plan_step& s, u64 begin, u64 end) {
-    const plan_item* items = l.p.items + s.first;
-    const u32 plain = s.counts[0], sources = plain + s.counts[1], stored = sources + s.counts[2], all = stored + s.counts[3];
-    // The packets of each chunk begin at a multiple of 16 bytes, so a chunk may end with a part of a unit.
-    const u64 chunk = l.p.chunk, units = (chunk + UNIT - 1) / UNIT, stride = (chunk + 7) / 8 * 16;
-    const bool is_cut = chunk % 8 != 0;
-    const auto unit_at = [&](u64 at) { return is_cut ? at / chunk * units + (at % chunk + UNIT - 1) / UNIT : (at + UNIT - 1) / UNIT; };
-    const u64 last = unit_at(end);
-    for (u64 unit = unit_at(begin) + threadIdx.x; unit - lane_id() < last; unit += THREADS) {
-        const bool is_mine = unit < last;
-        u64 at = unit * UNIT, packets = at * 2, until = end;
-        if (is_cut) {
-            const u64 which = unit / units, within = unit % units * UNIT;
-            at = which * chunk + within, packets = which * stride + within * 2, until = min(end, (which + 1) * chunk);
-        }
-        const u32 count = is_mine ? (u32)min((u64)UNIT, until - at) : 0;
-        Value<UNIT> value;
-        for (u32 source = 0; source < sources; ++source) {
-            const plan_item& item = items[source];
-            bytes<UNIT> v = {};
-            if (source < plain) {
-                v = load_some<UNIT>(l.place(item) + at, count);
-            } else {
-                const u64 from = l.place(item) + packets;
-                const bool came = l.wait(l.flag, [&](u32& missing, u64& seen) {
-                    const bool is_there = !is_mine || load_packets<UNIT>(from, l.flag, v, seen);
-                    if (!is_there) missing = item.rank;
-                    return is_there;
-                });
-                if (!came) return false;
-            }
+// Does some bytes of a step without packets, in vectors of the first source.
+DEVICE void do_plain(const launch& l, work_range part) {
+    const plan_step& s = *l.step;
+    const i64 begin = part.begin, end = part.end;
+    const u32 skew = (u32)(l.place(0) + begin) % 16;
+#pragma unroll 1
+    for (i64 at = begin - skew + thread() * 16; at < end; at += THREADS * 16) {
+        const u32 first = at < begin ? (u32)(begin - at) : 0, last = (u32)min((i64)16, end - at);
+        bytes<16> v;
+        reduced<16> value;
+#pragma unroll 1
+        for (u32 source = 0; source < s.counts[0]; ++source) {
+            v = load_part<16>(l.place(source) + at, first, last);
             if (source == 0) value.begin(v);
             else value.add(s.detail, v);
         }
-        if (is_mine) {
-            const bytes<UNIT> result = value.end();
-            for (u32 to = sources; to < stored; ++to) store_some<UNIT>(l.place(items[to]) + at, result, count);
-            for (u32 to = stored; to < all; ++to) store_packets<UNIT>(l.place(items[to]) + packets, l.flag, result);
-        }
+        if (s.detail != OPERATOR_NONE) v = value.end(); // else there is one source
+#pragma unroll 1
+        for (u32 to = s.counts[0]; to < items_of(s); ++to) store_part<16>(l.place(to) + at, v, first, last);
     }
-    return true;
 }
 
-// Does the bytes `begin` to `end` of a step. False for a warp that gave up.
-DEVICE bool do_data(launch& l, const plan_step& s, u64 begin, u64 end) {
-    constexpr u32 WHOLE = sizeof(T) > PAYLOAD ? sizeof(T) : PAYLOAD;
-    if (begin >= end) return true;
-    const bool has_packets = s.counts[1] + s.counts[3] != 0, moves = s.detail == OPERATOR_NONE;
-    if (has_packets) return moves ? do_packets<moved, PAYLOAD>(l, s, begin, end) : do_packets<reduced, WHOLE>(l, s, begin, end);
-    if (moves) do_plain<moved, 1>(l, s, begin, end);
-    else do_plain<reduced, sizeof(T)>(l, s, begin, end);
-    return true;
+// Does a step with packets, as many bytes at a time as whole packets and whole elements have; `done` of them are done. Every turn of a
+// loop does all, as packets carry no turn. False for a warp that has to wait.
+DEVICE bool do_packets(const launch& l, u64& done, awaited& w) {
+    constexpr u32 UNIT = sizeof(T) > PAYLOAD ? sizeof(T) : PAYLOAD;
+    const plan_step& s = *l.step;
+#pragma unroll 1
+    for (;; done += THREADS * UNIT) {
+        const u64 end = min(s.share[1], s.span[1]), at = max(s.share[0], s.span[0]) + done + thread() * UNIT;
+        if (at - thread() % 32 * UNIT >= end) return true;
+        const u32 count = at < end ? (u32)min((u64)UNIT, end - at) : 0, flag = of_launch().flag;
+        bytes<UNIT> v;
+        reduced<UNIT> value;
+        w.what = until::NOW;
+#pragma unroll 1
+        for (u32 source = 0; source < sources_of(s); ++source) {
+            if (source < s.counts[0]) v = load_part<UNIT>(l.place(source) + at, 0, count);
+            else if (!load_packets<UNIT>(l.place(source) + at * 2, flag, v, count, w.place))
+                w.what = until::PACKET, w.peer = l.item(source).rank, w.expected = flag;
+            if (source == 0) value.begin(v);
+            else value.add(s.detail, v);
+        }
+        if (!__all_sync(WHOLE_WARP, w.what == until::NOW)) return false;
+        if (count == 0) continue;
+        if (s.detail != OPERATOR_NONE) v = value.end(); // else there is one source
+#pragma unroll 1
+        for (u32 to = sources_of(s); to < items_of(s); ++to) {
+            if (to < items_of(s) - s.counts[3]) store_part<UNIT>(l.place(to) + at, v, 0, count);
+            else store_packets<UNIT>(l.place(to) + at * 2, flag, v, count);
+        }
+    }
 }

@@ -104,6 +104,7 @@ struct Prepared {
     key: Key,
     signature: Signature,
     program: Program,
+    origins: Vec<Option<(u32, u32)>>,
     call: PlanCall,
     /// Copies before and after the kernel.
     loads: Vec<Copy>,
@@ -295,6 +296,21 @@ impl CudaPlan {
         Ok(comm.barrier()?) // a peer's kernel may use this rank's memory until it has ended
     }
 
+    /// Sets the flag of the last launch, for tests of flags that begin anew. All ranks do, and no call is under way.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Fabric`] as the copy's.
+    #[doc(hidden)]
+    pub fn set_flags(&self, flag: u32) -> Result<()> {
+        let stream = self.context.stream().map_err(FabricError::from)?;
+        for prepared in &self.memory.prepared {
+            let (at, blocks) = (DevicePointer(prepared.call.flags), prepared.program.blocks.len().max(1));
+            // SAFETY: the header has a flag for each block, and no kernel uses them now.
+            unsafe { memory::fill_words(stream.borrow(), at, flag, blocks) }.map_err(FabricError::from)?;
+        }
+        Ok(stream.borrow().synchronize().map_err(FabricError::from)?)
+    }
+
     fn device(&self) -> Device {
         Device::Cuda(self.context.device().ordinal())
     }
@@ -381,7 +397,7 @@ impl CudaPlan {
         };
         let table = Table::new(&program, &places).ok_or_else(|| ExecutorError::Buffers {
             plan: self.name.clone(),
-            what: "its operations have more than 2^32 operands".into(),
+            what: format!("too many steps for chunks of {} bytes", key.chunk),
         })?;
         let memory = DeviceMemory::allocate(&self.context, table.bytes.len()).map_err(FabricError::from)?;
         let stream = self.context.stream().map_err(FabricError::from)?;
@@ -396,7 +412,6 @@ impl CudaPlan {
             cleared: places.cleared(),
             packets,
             packet_bytes,
-            chunk: key.chunk as u64,
         };
         let mode = self.mode(&key);
         let copies = |moves: &[Move]| moves.iter().map(|each| copy(each, &places)).collect::<Vec<_>>();
@@ -409,7 +424,17 @@ impl CudaPlan {
             count: input * key.chunk as u64 / key.dtype.size() as u64,
             ..Signature::new(Operation::ExecutePlan)
         };
-        Ok(Prepared { key, signature, program, call, loads, stores, _table: memory, _arenas: arenas })
+        Ok(Prepared {
+            key,
+            signature,
+            program,
+            origins: table.origins,
+            call,
+            loads,
+            stores,
+            _table: memory,
+            _arenas: arenas,
+        })
     }
 
     /// # Safety
@@ -490,7 +515,8 @@ impl CudaPlan {
         let stuck = report.and_then(|report| {
             let mut prepared = self.memory.prepared.iter();
             let prepared = prepared.find(|prepared| prepared.signature.to_words() == report.doing)?;
-            waiting(&self.plan, Rank(self.rank as u32), &prepared.program, &report)
+            let origin = *prepared.origins.get(usize::try_from(report.seen[1] - 1).ok()?)?;
+            waiting(&self.plan, Rank(self.rank as u32), &prepared.program, origin?, &report)
         });
         match stuck {
             Some((place, waiting)) => ExecutorError::Stuck { place, waiting, reason: error.into() },

@@ -8,15 +8,16 @@ use crate::{
     layout::{Program, Step},
 };
 
-/// The operation that waited in vain, and for what; none if the report is not of a step of the program.
+/// The operation that waited in vain, and for what; none if nothing is awaited in this step, the `at`-th of the
+/// block.
 pub(super) fn waiting(
     plan: &Plan,
     rank: Rank,
     program: &Program,
+    (block, at): (u32, u32),
     report: &WaitReport,
 ) -> Option<(Place, Waiting)> {
-    let block = program.blocks.get(report.block as usize)?;
-    let at = usize::try_from(report.seen[1].checked_sub(1)?).ok()?;
+    let (block, at) = (program.blocks.get(block as usize)?, at as usize);
     let (step, place) = (block.steps.get(at)?, block.places.get(at)?);
     let (expected, seen) = (report.expected, report.seen[0]);
     let waiting = match step {

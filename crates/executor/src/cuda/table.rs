@@ -3,7 +3,7 @@
 use antiphon_plan::ReduceOp;
 
 use super::{family::operator, memory::Places};
-use crate::layout::{Operand, Program, Step, Work};
+use crate::layout::{Frame, Operand, Program, Signal, Step, Work};
 
 /// Makes an enum of numbers that the kernel knows by the names given here.
 macro_rules! numbers {
@@ -30,14 +30,18 @@ macro_rules! numbers {
 numbers! {
     /// What a step does.
     enum Kind {
+        End = "STEP_END",
+        Clear = "STEP_CLEAR",
+        Ranks = "STEP_RANKS",
         Meet = "STEP_MEET",
-        Barrier = "STEP_BARRIER",
+        Arrive = "STEP_ARRIVE",
         Signal = "STEP_SIGNAL",
         Release = "STEP_RELEASE",
         Wait = "STEP_WAIT",
         Acquire = "STEP_ACQUIRE",
         Loop = "STEP_LOOP",
-        Data = "STEP_DATA",
+        Plain = "STEP_PLAIN",
+        Packets = "STEP_PACKETS",
     }
 }
 numbers! {
@@ -61,102 +65,170 @@ pub(super) struct Item {
 struct RawStep {
     kind: Kind,
     detail: u32,
+    first: u32,
     by_turn: bool,
+    counts: [u32; 4],
     share: [u64; 2],
     span: [u64; 2],
 }
 
 impl RawStep {
     fn new(kind: Kind, detail: u32) -> Self {
-        Self { kind, detail, by_turn: false, share: [0; 2], span: [0; 2] }
+        Self { kind, detail, first: 0, by_turn: false, counts: [0; 4], share: [0; 2], span: [0; 2] }
     }
 
-    const BYTES: usize = 64;
+    fn to_bytes(&self) -> Vec<u8> {
+        let Self { kind, detail, first, by_turn, counts: [a, b, c, d], share, span } = *self;
+        let words = [kind as u32, detail, first, by_turn.into(), a, b, c, d];
+        let mut bytes = words.map(u32::to_le_bytes).as_flattened().to_vec();
+        bytes.extend([share, span].as_flattened().iter().flat_map(|word| word.to_le_bytes()));
+        bytes
+    }
 }
 
 /// The most bytes of a loop's turn: as good as infinite, and sums of them do not overflow.
 const MOST_UNIT: usize = 1 << 60;
+
+/// More steps than any sensible plan has, also where steps are divided by chunks.
+const MOST_STEPS: usize = 1 << 22;
 
 /// The bytes of a table: where the steps of each block begin, the steps, and their items.
 pub(super) struct Table {
     pub(super) bytes: Vec<u8>,
     pub(super) steps_at: usize,
     pub(super) items_at: usize,
+    /// The block and the program's step of each step, if it is of one.
+    pub(super) origins: Vec<Option<(u32, u32)>>,
 }
 
 impl Table {
-    /// The table of a program, whose memory is where `places` says. None for a program with more than 2^32 items.
+    /// The table of a program, whose memory is where `places` says. None for a program with too many steps or items.
+    ///
+    /// Every block begins with the meeting of the ranks, ahead of which packets are cleared where that is due.
     pub(super) fn new(program: &Program, places: &Places<'_>) -> Option<Self> {
-        let mut writer = Writer { places, steps: Vec::new(), items: Vec::new() };
-        let mut starts = vec![0];
-        for block in &program.blocks {
-            block.steps.iter().try_for_each(|step| writer.step(step))?;
-            starts.push(u32::try_from(writer.steps.len() / RawStep::BYTES).ok()?);
-        }
-        if program.blocks.is_empty() {
-            starts.push(0); // a grid has a block at least
+        let mut writer =
+            Writer { places, origin: None, origins: Vec::new(), steps: Vec::new(), items: Vec::new() };
+        let blocks = program.blocks.len().max(1); // a grid has a block at least
+        let mut starts = Vec::with_capacity(blocks);
+        for id in 0..blocks {
+            starts.push(writer.origins.len() as u32);
+            writer.origin = None;
+            writer.begin(blocks as u32)?;
+            if let Some(block) = program.blocks.get(id) {
+                writer.block(id as u32, &block.steps)?;
+            }
+            writer.origin = None;
+            writer.plain(Kind::End, 0)?;
         }
         let mut bytes: Vec<u8> = starts.into_iter().flat_map(u32::to_le_bytes).collect();
         bytes.resize(bytes.len().next_multiple_of(16), 0);
         let steps_at = bytes.len();
-        bytes.append(&mut writer.steps);
+        bytes.extend(writer.steps.iter().flat_map(RawStep::to_bytes));
         let items_at = bytes.len();
         for Item { at, base, rank } in writer.items {
             bytes.extend(at.to_le_bytes());
             bytes.extend([base as u32, rank as u32].map(u32::to_le_bytes).as_flattened());
         }
-        Some(Self { bytes, steps_at, items_at })
+        Some(Self { bytes, steps_at, items_at, origins: writer.origins })
     }
 }
 
 struct Writer<'a> {
     places: &'a Places<'a>,
-    steps: Vec<u8>,
+    origin: Option<(u32, u32)>,
+    origins: Vec<Option<(u32, u32)>>,
+    steps: Vec<RawStep>,
     items: Vec<Item>,
 }
 
 impl Writer<'_> {
+    /// What a block does ahead of its first step, in a grid of `blocks` blocks.
+    fn begin(&mut self, blocks: u32) -> Option<()> {
+        let clear = self.steps.len();
+        self.plain(Kind::Clear, 0)?;
+        self.barrier(self.places.cleared(), blocks)?;
+        self.steps[clear].detail = (self.steps.len() - clear - 1) as u32;
+        self.plain(Kind::Ranks, 0)?;
+        self.plain(Kind::Meet, 0)
+    }
+
+    fn block(&mut self, block: u32, steps: &[Step]) -> Option<()> {
+        let mut at = 0;
+        while let Some(step) = steps.get(at) {
+            self.origin = Some((block, at as u32));
+            at += 1;
+            let Step::Loop { iterations, unit, steps: inside } = step else {
+                self.step(step)?;
+                continue;
+            };
+            // A loop without turns is nothing; one without steps has none.
+            let inside = at..at + inside;
+            at = inside.end;
+            if *iterations == 0 || inside.is_empty() {
+                continue;
+            }
+            let head = self.steps.len();
+            let share = [*iterations, (*unit).min(MOST_UNIT) as u64];
+            self.push(RawStep { share, ..RawStep::new(Kind::Loop, 0) }, Default::default())?;
+            for at in inside {
+                self.origin = Some((block, at as u32));
+                self.step(&steps[at])?;
+            }
+            self.steps[head].detail = (self.steps.len() - head - 1) as u32;
+        }
+        Some(())
+    }
+
     fn step(&mut self, step: &Step) -> Option<()> {
         let places = self.places;
+        let own = places.rank;
         match step {
-            Step::Meet => self.push(RawStep::new(Kind::Meet, 0), [vec![], vec![], vec![], vec![]]),
-            Step::Barrier { barrier, of } => self
-                .counters(Kind::Barrier, *of, &[*barrier], |barrier| (places.barrier(*barrier), places.rank)),
+            Step::Meet => self.plain(Kind::Meet, 0),
+            Step::Barrier { barrier, of } => self.barrier(places.barrier(*barrier), *of),
             Step::Signal { signals, relaxed } => {
-                self.counters(Kind::Signal, (*relaxed).into(), signals, |signal| {
-                    (places.channel(signal.rank, signal.channel), signal.rank)
-                })
+                let counter = |signal: &Signal| (places.channel(signal.rank, signal.channel), signal.rank);
+                self.counters(Kind::Signal, (*relaxed).into(), signals, counter)
             }
-            Step::Wait(channels) => self.counters(Kind::Wait, 0, channels, |&channel| {
-                (places.channel(places.rank, channel), places.peer(channel))
-            }),
-            Step::Acquire(ids) => {
-                self.counters(Kind::Acquire, 0, ids, |&id| (places.semaphore(id), places.rank))
+            Step::Wait(channels) => {
+                let counter = |&channel: &usize| (places.channel(own, channel), places.peer(channel));
+                self.counters(Kind::Wait, 0, channels, counter)
             }
-            Step::Release(ids) => {
-                self.counters(Kind::Release, 0, ids, |&id| (places.semaphore(id), places.rank))
-            }
-            Step::Loop { iterations, unit, steps } => {
-                let detail = u32::try_from(*steps).ok()?;
-                let share = [*iterations, (*unit).min(MOST_UNIT) as u64];
-                self.push(
-                    RawStep { share, ..RawStep::new(Kind::Loop, detail) },
-                    [vec![], vec![], vec![], vec![]],
-                )
-            }
-            Step::Data { frame, work } => {
-                let (op, operands) = operands(work);
-                let range = |range: &std::ops::Range<usize>| [range.start as u64, range.end as u64];
-                let (share, span) = (range(&frame.share), range(&frame.span));
-                let [sources, packets, to, packed] = operands;
-                let items = |operands: Vec<Operand>| -> Vec<Item> {
-                    operands.into_iter().map(|operand| places.operand(operand, frame.span.start)).collect()
-                };
-                let step =
-                    RawStep { share, span, by_turn: frame.by_turn, ..RawStep::new(Kind::Data, operator(op)) };
-                self.push(step, [items(sources), items(packets), items(to), items(packed)])
+            Step::Acquire(ids) => self.counters(Kind::Acquire, 0, ids, |&id| (places.semaphore(id), own)),
+            Step::Release(ids) => self.counters(Kind::Release, 0, ids, |&id| (places.semaphore(id), own)),
+            Step::Loop { .. } => unreachable!("loops do not nest"),
+            Step::Data { frame, work } => self.data(frame, work),
+        }
+    }
+
+    fn data(&mut self, frame: &Frame, work: &Work) -> Option<()> {
+        let (op, operands) = operands(work);
+        let packets = !operands[1].is_empty() || !operands[3].is_empty();
+        let chunk = self.places.chunk;
+        // The packets of a chunk do not begin where those of the chunk before end, if they are padded: each chunk is a step.
+        let most = if packets && !chunk.is_multiple_of(8) { chunk } else { usize::MAX };
+        let mut start = frame.span.start;
+        loop {
+            let end = frame.span.end.min(start.saturating_add(most));
+            let items = operands.each_ref().map(|list| {
+                list.iter().map(|operand| self.places.operand(*operand, start)).collect::<Vec<_>>()
+            });
+            let kind = if packets { Kind::Packets } else { Kind::Plain };
+            let share = [frame.share.start as u64, frame.share.end as u64];
+            let span = [start as u64, end as u64];
+            let step = RawStep { share, span, by_turn: frame.by_turn, ..RawStep::new(kind, operator(op)) };
+            self.push(step, items)?;
+            start = end;
+            if start >= frame.span.end {
+                return Some(());
             }
         }
+    }
+
+    /// Blocks meet, `of` of them, with their threads.
+    fn barrier(&mut self, counter: u64, of: u32) -> Option<()> {
+        self.plain(Kind::Meet, 0)?;
+        self.counters(Kind::Arrive, of, &[counter], |&counter| (counter, self.places.rank))?;
+        self.plain(Kind::Meet, 0)
     }
 
     fn counters<T>(
@@ -173,15 +245,17 @@ impl Writer<'_> {
         self.push(RawStep::new(kind, detail), [all.iter().map(item).collect(), vec![], vec![], vec![]])
     }
 
+    fn plain(&mut self, kind: Kind, detail: u32) -> Option<()> {
+        self.push(RawStep::new(kind, detail), Default::default())
+    }
+
     fn push(&mut self, step: RawStep, items: [Vec<Item>; 4]) -> Option<()> {
-        let RawStep { kind, detail, by_turn, share, span, .. } = step;
         let first = u32::try_from(self.items.len()).ok()?;
-        let [a, b, c, d] = items.each_ref().map(|list| list.len() as u32);
-        let words = [kind as u32, detail, first, by_turn.into(), a, b, c, d];
-        self.steps.extend(words.map(u32::to_le_bytes).as_flattened());
-        self.steps.extend([share, span].as_flattened().iter().flat_map(|bytes| bytes.to_le_bytes()));
+        let counts = items.each_ref().map(|list| list.len() as u32);
+        self.steps.push(RawStep { first, counts, ..step });
+        self.origins.push(self.origin);
         self.items.extend(items.into_iter().flatten());
-        Some(())
+        (self.steps.len() <= MOST_STEPS).then_some(())
     }
 }
 

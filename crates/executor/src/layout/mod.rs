@@ -12,7 +12,7 @@ mod usage;
 pub(crate) use checked::{Checked, Mode};
 pub(crate) use compile::{Target, compile};
 pub(crate) use placement::{Base, Move};
-pub(crate) use program::{Layout, Operand, Program, Reduction, Signal, Step, Work, slot};
+pub(crate) use program::{Frame, Layout, Operand, Program, Reduction, Signal, Step, Work, slot};
 
 /// How much a packet carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
