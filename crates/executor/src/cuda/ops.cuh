@@ -301,11 +301,11 @@ template <u32 BYTES, class E> struct reduced<BYTES, E, true> {
 // Does some bytes of a step without packets, in vectors of the first source.
 DEVICE void do_plain(const launch& l, work_range part) {
     const plan_step& s = *l.step;
-    const i64 begin = part.begin, end = part.end;
-    const u32 skew = (u32)(l.place(0) + begin) % 16;
+    const i64 end = part.end, begin = part.begin - (l.place(0) + part.begin) % 16;
+    u32 first = thread() == 0 ? (u32)(part.begin - begin) : 0; // of the vector's bytes
 #pragma unroll 1
-    for (i64 at = begin - skew + thread() * 16; at < end; at += THREADS * 16) {
-        const u32 first = at < begin ? (u32)(begin - at) : 0, last = (u32)min((i64)16, end - at);
+    for (i64 at = begin + thread() * 16; at < end; at += THREADS * 16, first = 0) {
+        const u32 last = (u32)min((i64)16, end - at);
         bytes<16> v;
         reduced<16> value;
 #pragma unroll 1
@@ -320,28 +320,32 @@ DEVICE void do_plain(const launch& l, work_range part) {
     }
 }
 
-// Does a step with packets, as many bytes at a time as whole packets and whole elements have; `done` of them are done. Every turn of a
-// loop does all, as packets carry no turn. False for a warp that has to wait.
-DEVICE bool do_packets(const launch& l, u64& done, awaited& w) {
+// Does a step with packets from a round on: each thread does as many bytes in a round as whole packets and whole elements have. Every
+// turn of a loop does all, as packets carry no turn. False for a warp that has to wait.
+DEVICE bool do_packets(const launch& l, u32& round, awaited& w) {
     constexpr u32 UNIT = sizeof(T) > PAYLOAD ? sizeof(T) : PAYLOAD;
     const plan_step& s = *l.step;
 #pragma unroll 1
-    for (;; done += THREADS * UNIT) {
-        const u64 end = min(s.share[1], s.span[1]), at = max(s.share[0], s.span[0]) + done + thread() * UNIT;
+    for (;; ++round) {
+        const u64 end = min(s.share[1], s.span[1]), at = max(s.share[0], s.span[0]) + ((u64)round * THREADS + thread()) * UNIT;
         if (at - thread() % 32 * UNIT >= end) return true;
         const u32 count = at < end ? (u32)min((u64)UNIT, end - at) : 0, flag = of_launch().flag;
         bytes<UNIT> v;
         reduced<UNIT> value;
-        w.what = until::NOW;
+        u32 absent = ~0u; // a source that has not come
 #pragma unroll 1
         for (u32 source = 0; source < sources_of(s); ++source) {
             if (source < s.counts[0]) v = load_part<UNIT>(l.place(source) + at, 0, count);
-            else if (!load_packets<UNIT>(l.place(source) + at * 2, flag, v, count, w.place))
-                w.what = until::PACKET, w.peer = l.item(source).rank, w.expected = flag;
+            else if (!load_packets<UNIT>(l.place(source) + at * 2, flag, v, count, w.place)) absent = source;
             if (source == 0) value.begin(v);
             else value.add(s.detail, v);
         }
-        if (!__all_sync(WHOLE_WARP, w.what == until::NOW)) return false;
+        if (!__all_sync(WHOLE_WARP, absent == ~0u)) {
+            w.what = absent == ~0u ? until::NOW : until::PACKET;
+            w.expected = flag;
+            if (absent != ~0u) w.peer = l.item(absent).rank;
+            return false;
+        }
         if (count == 0) continue;
         if (s.detail != OPERATOR_NONE) v = value.end(); // else there is one source
 #pragma unroll 1

@@ -31,8 +31,8 @@ numbers! {
     /// What a step does.
     enum Kind {
         End = "STEP_END",
+        IfClearing = "STEP_IF_CLEARING",
         Clear = "STEP_CLEAR",
-        Ranks = "STEP_RANKS",
         Meet = "STEP_MEET",
         Arrive = "STEP_ARRIVE",
         Signal = "STEP_SIGNAL",
@@ -104,7 +104,7 @@ pub(super) struct Table {
 impl Table {
     /// The table of a program, whose memory is where `places` says. None for a program with too many steps or items.
     ///
-    /// Every block begins with the meeting of the ranks, ahead of which packets are cleared where that is due.
+    /// At the end of every block packets are cleared where that is due.
     pub(super) fn new(program: &Program, places: &Places<'_>) -> Option<Self> {
         let mut writer =
             Writer { places, origin: None, origins: Vec::new(), steps: Vec::new(), items: Vec::new() };
@@ -112,13 +112,11 @@ impl Table {
         let mut starts = Vec::with_capacity(blocks);
         for id in 0..blocks {
             starts.push(writer.origins.len() as u32);
-            writer.origin = None;
-            writer.begin(blocks as u32)?;
             if let Some(block) = program.blocks.get(id) {
                 writer.block(id as u32, &block.steps)?;
             }
             writer.origin = None;
-            writer.plain(Kind::End, 0)?;
+            writer.end(blocks as u32)?;
         }
         let mut bytes: Vec<u8> = starts.into_iter().flat_map(u32::to_le_bytes).collect();
         bytes.resize(bytes.len().next_multiple_of(16), 0);
@@ -142,14 +140,14 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// What a block does ahead of its first step, in a grid of `blocks` blocks.
-    fn begin(&mut self, blocks: u32) -> Option<()> {
-        let clear = self.steps.len();
-        self.plain(Kind::Clear, 0)?;
+    /// What a block does behind its last step, in a grid of `blocks` blocks.
+    fn end(&mut self, blocks: u32) -> Option<()> {
+        let condition = self.steps.len();
+        self.plain(Kind::IfClearing, 0)?;
         self.barrier(self.places.cleared(), blocks)?;
-        self.steps[clear].detail = (self.steps.len() - clear - 1) as u32;
-        self.plain(Kind::Ranks, 0)?;
-        self.plain(Kind::Meet, 0)
+        self.plain(Kind::Clear, 0)?;
+        self.steps[condition].detail = (self.steps.len() - condition - 1) as u32;
+        self.plain(Kind::End, 0)
     }
 
     fn block(&mut self, block: u32, steps: &[Step]) -> Option<()> {
