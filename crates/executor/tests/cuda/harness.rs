@@ -27,7 +27,11 @@ pub const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Runs `body` on as many GPUs; skips where there are fewer.
 pub fn on_gpus(world_size: usize, body: impl Fn(&Rank) -> Outcome + Sync) {
-    let outcomes = run(world_size, TIMEOUT, body);
+    let outcomes = run(world_size, TIMEOUT, |rank| {
+        body(rank)?;
+        rank.stream.borrow().synchronize()?;
+        Ok(rank.comm.barrier()?) // a rank that left while another one's kernel waits would be lost to that
+    });
     for (rank, outcome) in outcomes.into_iter().enumerate() {
         outcome.unwrap_or_else(|error| panic!("rank {rank}: {error}"));
     }
