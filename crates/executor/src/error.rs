@@ -119,6 +119,30 @@ pub enum ExecutorError {
         /// Why the wait ended: a lost peer, the deadline, an interrupt.
         reason: Box<FabricError>,
     },
+    /// A call of a size for which the plan was not prepared. What it needs takes memory, and all ranks together.
+    #[error("plan {plan:?} was not prepared for {bytes} bytes of {dtype}: prepare it first, on all ranks")]
+    Unprepared {
+        /// The plan's name.
+        plan: String,
+        /// The kind of elements.
+        dtype: DType,
+        /// Bytes of the message: of the output for an all-gather, else of the input.
+        bytes: usize,
+    },
+    /// A plan with more thread blocks than fit the ranks' GPUs at once, beside those of another call.
+    #[error(
+        "plan {plan:?} has {blocks} thread blocks, and {fit} of {threads} threads fit a GPU beside another call"
+    )]
+    Occupancy {
+        /// The plan's name.
+        plan: String,
+        /// The blocks of the rank that has most.
+        blocks: usize,
+        /// The fewest threads that a block may have.
+        threads: u32,
+        /// How many such blocks fit.
+        fit: usize,
+    },
     /// No plan of a collection serves a call.
     #[error("no plan serves {collective} of {bytes} bytes of {dtype} on {world_size} ranks: {known}")]
     NoPlan {

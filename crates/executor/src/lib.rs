@@ -2,7 +2,8 @@
 //!
 //! A [`Plan`](antiphon_plan::Plan) lists the operations of every thread block of every rank. A [`LoadedPlan`] executes them on
 //! a communicator, any number of times, with tensors of every size and dtype that the plan supports. An
-//! [`AlgorithmCollection`] has several plans, and chooses one that supports the call.
+//! [`AlgorithmCollection`] has several plans, and chooses one that supports the call. [`cuda`] executes plans between GPUs; the rest
+//! of this page is about the host.
 //!
 //! ```
 //! use antiphon_executor::{ExecutorError, LoadedPlan, Options};
@@ -53,12 +54,16 @@
 
 #![warn(missing_docs)]
 
+mod arguments;
 mod collection;
+pub mod cuda;
 mod error;
 mod host;
+mod layout;
 mod waiting;
 
 pub use collection::AlgorithmCollection;
 pub use error::{ExecutorError, Result};
-pub use host::{LoadedPlan, Options, PacketKind};
+pub use host::{LoadedPlan, Options};
+pub use layout::PacketKind;
 pub use waiting::Waiting;

@@ -72,7 +72,9 @@ impl From<ExecutorError> for Error {
             ExecutorError::Fabric(error) => return error.into(),
             ExecutorError::Stuck { reason, .. } => kind(&reason)(text),
             ExecutorError::DTypes { .. } => PyTypeError::new_err(text),
-            ExecutorError::PlansDiffer { .. } => PyRuntimeError::new_err(text),
+            ExecutorError::PlansDiffer { .. }
+            | ExecutorError::Unprepared { .. }
+            | ExecutorError::Occupancy { .. } => PyRuntimeError::new_err(text),
             _ => PyValueError::new_err(text),
         })
     }

@@ -2,11 +2,10 @@
 
 use antiphon_fabric::{ArenaOffsets, Rounds};
 
-use super::{
+use super::memory::Workspace;
+use crate::{
     arguments::Arguments,
-    memory::Workspace,
-    placement::{Base, Move},
-    program::Layout,
+    layout::{Base, Layout, Move},
 };
 
 /// The address of a region's first chunk, and the distance between its chunks in bytes.
@@ -21,6 +20,12 @@ impl ChunkAddresses {
     pub(super) const UNUSED: Self = ChunkAddresses { base: std::ptr::null_mut(), stride: 0 };
 }
 
+/// The arena offsets of a call's input and output.
+pub(super) fn offsets(call: &Arguments, rounds: &Rounds) -> ArenaOffsets<2> {
+    let (input, output) = ((call.input, call.input_bytes), (call.output.cast_const(), call.output_bytes));
+    ArenaOffsets::of(rounds, [input, output])
+}
+
 /// A rank's tensors, as this rank sees them.
 pub(super) struct Tensors {
     /// Null if they cannot be reached, nor need to.
@@ -32,7 +37,7 @@ pub(super) struct Tensors {
 
 impl Tensors {
     pub(super) fn own(rounds: &Rounds, call: &Arguments) -> Self {
-        let is_symmetric = [0, 1].map(|tensor| call.offsets(rounds).get(tensor).is_some());
+        let is_symmetric = [0, 1].map(|tensor| offsets(call, rounds).get(tensor).is_some());
         // The input is written to only where it is the output too.
         Tensors { input: call.input.cast_mut(), output: call.output, is_symmetric }
     }

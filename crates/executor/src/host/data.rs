@@ -7,9 +7,8 @@ use antiphon_plan::REDUCE_OPS;
 use super::{
     machine::{Launch, Machine, State},
     packet::{flag_at, pack, unpack},
-    placement::Base,
-    program::{Operand, Reduction, Work},
 };
+use crate::layout::{Base, Operand, Reduction, Work};
 
 /// Bytes that are reduced before the result is sent on: they stay in L1.
 const PIECE: usize = 8 << 10;

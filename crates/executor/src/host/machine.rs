@@ -12,7 +12,7 @@
 //!   data and loaded with acquire order before it, so that everything the peer did before is seen. Counts only grow,
 //!   and they are never reset. Relaxed signals are as strong as others.
 //! * A packet's word carries its data; see [`packet`](super::packet).
-//! * Puts through ports are done when their step is, by this thread. So a flush has nothing left to wait for.
+//! * Puts through ports are done when their step is, by this thread.
 
 use std::time::Duration;
 
@@ -26,19 +26,17 @@ use antiphon_device::{
 use antiphon_fabric::FabricError;
 use antiphon_plan::{ChannelId, ChannelType, Place, REDUCE_OPS, Rank};
 
-use super::{
-    addresses::ChunkAddresses,
-    memory::SyncArea,
-    packet::{PacketKind, flag_at},
-    program::{Program, Signal, Step},
+use super::{addresses::ChunkAddresses, memory::SyncArea, packet::flag_at};
+use crate::{
+    Waiting,
+    layout::{Base, PacketKind, Program, Signal, Step},
 };
-use crate::Waiting;
 
 /// The memory and the numbers of one launch of a program.
 pub(super) struct Launch<'a> {
     pub(super) rank: usize,
     pub(super) program: &'a Program,
-    /// The addresses of every rank's chunks, by [`slot`](super::program::slot).
+    /// The addresses of every rank's chunks, by [`slot`](crate::layout::slot).
     pub(super) addresses: &'a [ChunkAddresses],
     pub(super) sync: &'a SyncArea,
     /// The flag of this launch's packets.
@@ -223,8 +221,9 @@ impl Machine {
     /// Does a step, or as much of it as can be done; whether it is over.
     fn step(&mut self, launch: &Launch<'_>, step: &Step, state: &mut State) -> bool {
         match step {
+            Step::Meet => true,
             Step::Barrier { barrier, of } => self.meet(*barrier, *of, state),
-            Step::Signal(signals) => {
+            Step::Signal { signals, .. } => {
                 signals.iter().for_each(|signal| self.signal(launch, signal));
                 true
             }
@@ -290,7 +289,7 @@ impl Machine {
             self.waits(launch).filter_map(|(_, waiting)| waiting.peer().map(Rank::index)).collect();
         let packets = self.waits(launch).any(|(_, waiting)| matches!(waiting, Waiting::Packet { .. }));
         if packets && ranks.is_empty() {
-            let ranks_of_all = 0..launch.addresses.len() / super::placement::Base::COUNT;
+            let ranks_of_all = 0..launch.addresses.len() / Base::COUNT;
             ranks.extend(ranks_of_all.filter(|&rank| rank != launch.rank));
         }
         if ranks.is_empty() {

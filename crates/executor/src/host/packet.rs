@@ -6,23 +6,7 @@
 
 use antiphon_device::sync::{AtomicU64, Ordering, fence};
 
-/// How much a packet carries.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-#[repr(u8)]
-pub enum PacketKind {
-    /// 4 bytes of data in 8.
-    LL8 = 8,
-    /// 8 bytes of data in 16.
-    #[default]
-    LL16 = 16,
-}
-
-impl PacketKind {
-    /// Bytes of data in a packet.
-    pub fn payload(self) -> usize {
-        self as usize / 2
-    }
-}
+use crate::layout::PacketKind;
 
 /// Bytes of data in a word.
 const DATA: usize = size_of::<u32>();

@@ -13,16 +13,17 @@ use antiphon_fabric::{ArenaOffsets, Communicator, Operation, Rounds, Signature, 
 use antiphon_plan::{Extent, REDUCE_OPS};
 
 use super::{
-    addresses::{Areas, RankAddresses, Slice, Slicing, Tensors},
-    arguments::Arguments,
-    compile::{Target, compile},
-    load::{Key, LoadedPlan, Mode},
+    addresses::{Areas, RankAddresses, Slice, Slicing, Tensors, offsets},
+    load::{Key, LoadedPlan},
     machine::{Launch, Stuck},
     memory::{SharedWorkspace, Workspace},
-    placement::Base,
-    program::{Layout, slot},
 };
-use crate::{ExecutorError, error::Result};
+use crate::{
+    ExecutorError,
+    arguments::Arguments,
+    error::Result,
+    layout::{Base, Layout, Mode, Target, compile, slot},
+};
 
 /// Bytes of a tensor, or of scratch, that go through a launch: few enough to stay in the cache, and enough for a launch's
 /// rounds and signals to be worth their while.
@@ -106,7 +107,7 @@ impl LoadedPlan {
     fn can_be_whole(&self, comm: &Communicator, call: &Arguments, signature: &Signature) -> Result<bool> {
         // SAFETY: every rank posts where its tensors are, as `ArenaOffsets`.
         let mut rounds = unsafe { comm.rounds()? };
-        let written = call.offsets(&rounds).put(&rounds);
+        let written = offsets(call, &rounds).put(&rounds);
         rounds.exchange(signature, written)?;
         let whole = |rank| offsets_of(&rounds, rank).all_symmetric();
         Ok(self.scratch_chunks == 0 && (0..rounds.world_size()).all(whole))
@@ -207,7 +208,7 @@ impl LoadedPlan {
             let slice = Slice { slicing, areas, number, flag: workspace.next_flag() };
             let addresses = slice.addresses(self.rank, &own, workspace);
             slice.move_all(&self.mode(call).loads, &addresses);
-            let written = if number == 0 { call.offsets(&rounds).put(&rounds) } else { Written::nothing(0) };
+            let written = if number == 0 { offsets(call, &rounds).put(&rounds) } else { Written::nothing(0) };
             rounds.exchange(signature, written)?;
             if let Some((slice, addresses)) = previous {
                 slice.move_all(&self.mode(call).stores, &addresses);

@@ -1,6 +1,10 @@
 //! Values that kernels may use, and that are dropped only when the GPU is idle.
 
-use std::{mem::ManuallyDrop, ops::Deref, process};
+use std::{
+    mem::ManuallyDrop,
+    ops::{Deref, DerefMut},
+    process,
+};
 
 use antiphon_device::cuda::Context;
 
@@ -34,6 +38,13 @@ impl<T> Deref for UntilIdle<T> {
     #[inline(always)]
     fn deref(&self) -> &T {
         &self.value
+    }
+}
+
+impl<T> DerefMut for UntilIdle<T> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.value
     }
 }
 

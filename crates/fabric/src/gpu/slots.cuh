@@ -259,16 +259,21 @@ struct reader {
     // Waits until `ready(missing)` returns true; until then it sets `missing` to the awaited rank. TOGETHER: for all threads of
     // the warp. A thread that waits in vain compares the tags, because the ranks may disagree.
     template <bool TOGETHER, class Ready> DEVICE bool wait(Ready ready) {
+        return wait_for<TOGETHER>(0, [&](u32& missing, tag&) { return ready(missing); });
+    }
+
+    // As `wait`, until ready(missing, seen), for a number that is `expected`: the report has this and what was `seen`.
+    template <bool TOGETHER, class Ready> DEVICE bool wait_for(u64 expected, Ready ready) {
         u32 missing = a.rank;
-        const auto is_ready = [&](tag&) {
+        const auto is_ready = [&](tag& seen) {
             missing = a.rank; // a thread that is ready while others of the warp wait names no peer
-            return ready(missing);
+            return ready(missing, seen);
         };
         const auto look = [&] {
             compare_tags(a.own + slot, a.board, a.rank, a.doing);
             find_overlap(a, slot);
         };
-        const bool came = wait_until<TOGETHER>(patience, missing, 0, is_ready, look);
+        const bool came = wait_until<TOGETHER>(patience, missing, expected, is_ready, look);
         if (!came) stop_calls((control*)a.own, (control*)a.other);
         return came;
     }
@@ -283,6 +288,11 @@ struct reader {
             const bool is_low = (hinted.x | (u64)hinted.y << 32) == a.doing.low;
             if (is_low && (hinted.z | (u64)hinted.w << 32) == a.doing.high) return true;
         }
+        return agrees(peer);
+    }
+
+    // Waits for the tag of a peer, and compares it. False for a thread that finds a failure.
+    DEVICE bool agrees(u32 peer) {
         tag theirs;
         const bool came = wait<false>([&](u32& missing) {
             missing = peer;

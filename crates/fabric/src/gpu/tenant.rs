@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use antiphon_device::cuda::{Context, DevicePointer, StreamRef, WaitBoard, memory};
+use antiphon_device::cuda::{Context, DevicePointer, StreamRef, WaitBoard, WaitReport, memory};
 
 use super::{
     Family, Loaded, MAX_WORLD, OnFailure, UntilIdle,
@@ -312,6 +312,11 @@ impl Tenant {
     #[inline]
     pub fn check(&self) -> Result<(), FabricError> {
         self.engine.check()
+    }
+
+    /// What a kernel reported that gave up, of whatever tenant; none as long as none has.
+    pub fn report(&self) -> Option<WaitReport> {
+        self.board().report()
     }
 
     /// Whether a call may be made now, which needs all peers.

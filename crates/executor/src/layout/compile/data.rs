@@ -46,6 +46,9 @@ impl<'a> Compiler<'a> {
 
     pub(super) fn put(&mut self, scope: Scope<'a>, op: &OpKind, put: &Put, steps: &mut Steps) -> Result<()> {
         let rank = scope.block.rank();
+        if put.channel_type == ChannelType::Port {
+            self.push(scope, Step::Meet, steps)?; // a port does one thing after the other
+        }
         let reads_packets = put.kind == PutKind::ReadPackets;
         let packets = reads_packets || put.kind == PutKind::Packets;
         let to = |chunk: &RemoteChunk| remote(scope, put.channel_type, chunk, packets);
@@ -57,6 +60,7 @@ impl<'a> Compiler<'a> {
         }
         // A port moves bytes as they are: what it puts as packets was packed before.
         let packed = packets && put.channel_type == ChannelType::Port;
+        let signals = matches!(put.kind, PutKind::WithSignal | PutKind::WithSignalAndFlush);
         for (at, (src, dst)) in put.src.iter().zip(&put.dst).enumerate() {
             let operands = vec![local(rank, *src, packed), to(dst)];
             self.data(scope, op, put.group, operands, steps, |operands| match (packets, packed) {
@@ -64,11 +68,12 @@ impl<'a> Compiler<'a> {
                 (true, false) => Work::Pack { from: operands[0], to: vec![operands[1]] },
                 (true, true) => forward(operands),
             })?;
-            if matches!(put.kind, PutKind::WithSignal | PutKind::WithSignalAndFlush) {
+            if signals {
                 let Some(channel) = put.channels.get(at) else {
                     return Err(scope.refuse(op, "does not say through which channel it signals"));
                 };
-                self.signal(scope, op, put.channel_type, &[*channel], steps)?;
+                self.push(scope, Step::Meet, steps)?;
+                self.signal(scope, op, put.channel_type, &[*channel], false, steps)?;
             }
         }
         Ok(())

@@ -7,45 +7,49 @@ use antiphon_plan::{Place, ReduceOp};
 use super::placement::Base;
 
 /// The steps of one thread block.
-pub(super) struct Steps {
-    pub(super) steps: Vec<Step>,
+pub(crate) struct Steps {
+    pub(crate) steps: Vec<Step>,
     /// The operation of each step.
-    pub(super) places: Vec<Place>,
+    pub(crate) places: Vec<Place>,
 }
 
 /// A rank's part of a plan.
-pub(super) struct Program {
-    pub(super) blocks: Vec<Steps>,
-    pub(super) layout: Layout,
-    pub(super) barriers: usize,
+pub(crate) struct Program {
+    pub(crate) blocks: Vec<Steps>,
+    pub(crate) layout: Layout,
+    pub(crate) barriers: usize,
     /// The most sources of a reduction, and the most of them that are packets.
-    pub(super) sources: usize,
-    pub(super) packet_sources: usize,
+    pub(crate) sources: usize,
+    pub(crate) packet_sources: usize,
 }
 
 /// How large chunks are.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Layout {
+pub(crate) struct Layout {
     /// Bytes of a chunk.
-    pub(super) chunk: usize,
+    pub(crate) chunk: usize,
     /// Whether operands are contiguous only within a chunk.
-    pub(super) cut: bool,
+    pub(crate) cut: bool,
 }
 
 impl Layout {
     /// Bytes of a chunk's packets, a whole number of packets of both kinds.
-    pub(super) fn packets(chunk: usize) -> Option<usize> {
+    pub(crate) fn packets(chunk: usize) -> Option<usize> {
         chunk.checked_next_multiple_of(8)?.checked_mul(2)
     }
 }
 
 /// One step.
 #[derive(Debug)]
-pub(super) enum Step {
-    /// Thread blocks meet.
+pub(crate) enum Step {
+    /// The threads of the block meet: each has done all steps before, and sees what the others have done. Where one thread runs a
+    /// block, this is nothing.
+    Meet,
+    /// Thread blocks meet, with their threads.
     Barrier { barrier: usize, of: u32 },
-    /// One is added to the counts of peers.
-    Signal(Vec<Signal>),
+    /// One is added to the counts of peers: behind what the block did before its threads last met, unless it is `relaxed`, as
+    /// nothing but signals is ahead.
+    Signal { signals: Vec<Signal>, relaxed: bool },
     /// Waits for one more signal on each of these channels.
     Wait(Vec<usize>),
     /// Takes one of each semaphore, as soon as there is one.
@@ -61,10 +65,10 @@ pub(super) enum Step {
 impl Step {
     /// What a turn of a loop costs with it beyond the turn's part of the data: channels and semaphores, and packets, of
     /// which every turn does all, in cache lines.
-    pub(super) fn cost(&self) -> u64 {
+    pub(crate) fn cost(&self) -> u64 {
         let items = match self {
-            Step::Barrier { .. } | Step::Loop { .. } => 0,
-            Step::Signal(signals) => signals.len(),
+            Step::Meet | Step::Barrier { .. } | Step::Loop { .. } => 0,
+            Step::Signal { signals, .. } => signals.len(),
             Step::Wait(items) | Step::Acquire(items) | Step::Release(items) => items.len(),
             Step::Data { frame, .. } if frame.by_turn => 0,
             Step::Data { frame, work } => (frame.window(None).len() / 32).saturating_mul(work.operands()),
@@ -75,28 +79,28 @@ impl Step {
 
 /// A rank's count of signals.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Signal {
-    pub(super) rank: usize,
+pub(crate) struct Signal {
+    pub(crate) rank: usize,
     /// Its place among the rank's counts.
-    pub(super) channel: usize,
+    pub(crate) channel: usize,
     /// The index of this rank's channel to the peer.
-    pub(super) own: usize,
+    pub(crate) own: usize,
 }
 
 /// The bytes of an operation that a step handles.
 #[derive(Debug, Clone)]
-pub(super) struct Frame {
+pub(crate) struct Frame {
     /// The block's share of the operation's bytes.
-    pub(super) share: Range<usize>,
+    pub(crate) share: Range<usize>,
     /// The step's part of the operation's bytes.
-    pub(super) span: Range<usize>,
+    pub(crate) span: Range<usize>,
     /// Whether the turns of a loop each do a part of the share. Packets carry no turn: every turn does all of them.
-    pub(super) by_turn: bool,
+    pub(crate) by_turn: bool,
 }
 
 impl Frame {
     /// The bytes, in a turn of a loop with this unit: of the share its `turn`-th unit, of that the step's part.
-    pub(super) fn window(&self, turn: Option<(u64, usize)>) -> Range<usize> {
+    pub(crate) fn window(&self, turn: Option<(u64, usize)>) -> Range<usize> {
         let Range { start, end } = self.share;
         let at = |turn: u64, unit| start.saturating_add((turn as usize).saturating_mul(unit)).min(end);
         let share = match turn.filter(|_| self.by_turn) {
@@ -110,31 +114,35 @@ impl Frame {
 
 /// Chunks in a region of some rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Operand {
+pub(crate) struct Operand {
     /// The rank and its region: a [`slot`].
-    pub(super) slot: usize,
+    pub(crate) slot: usize,
     /// The chunk where the operation begins. It may lie before the region's first if the step begins later.
-    pub(super) chunk: usize,
+    pub(crate) chunk: usize,
 }
 
 impl Operand {
-    pub(super) fn new(rank: usize, base: Base, chunk: usize) -> Self {
+    pub(crate) fn new(rank: usize, base: Base, chunk: usize) -> Self {
         Operand { slot: slot(rank, base), chunk }
     }
 
-    pub(super) fn rank(&self) -> usize {
+    pub(crate) fn rank(&self) -> usize {
         self.slot / Base::COUNT
+    }
+
+    pub(crate) fn base(&self) -> Base {
+        Base::ALL[self.slot % Base::COUNT]
     }
 }
 
 /// The index of a rank's region in the list of all ranks' chunk addresses.
-pub(super) fn slot(rank: usize, base: Base) -> usize {
+pub(crate) fn slot(rank: usize, base: Base) -> usize {
     rank * Base::COUNT + base as usize
 }
 
 /// The work on bytes.
 #[derive(Debug)]
-pub(super) enum Work {
+pub(crate) enum Work {
     /// Plain to plain.
     Copy { from: Operand, to: Vec<Operand> },
     /// Plain to packets.
@@ -163,13 +171,13 @@ impl Work {
 
 /// A reduction and where its result goes.
 #[derive(Debug)]
-pub(super) struct Reduction {
-    pub(super) op: ReduceOp,
-    pub(super) plain: Vec<Operand>,
-    pub(super) packets: Vec<Operand>,
-    pub(super) to: Operand,
-    pub(super) copies: Vec<Operand>,
-    pub(super) packed: Vec<Operand>,
+pub(crate) struct Reduction {
+    pub(crate) op: ReduceOp,
+    pub(crate) plain: Vec<Operand>,
+    pub(crate) packets: Vec<Operand>,
+    pub(crate) to: Operand,
+    pub(crate) copies: Vec<Operand>,
+    pub(crate) packed: Vec<Operand>,
 }
 
 #[cfg(test)]

@@ -1,26 +1,30 @@
 //! The tensors that a caller passes, validated once: later stages work on addresses and sizes.
 
-use antiphon_fabric::{ArenaOffsets, Rounds};
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 use crate::{ExecutorError, error::Result};
 
 /// The tensors of one call.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Arguments {
-    pub(super) input: *const u8,
-    pub(super) input_bytes: usize,
-    pub(super) output: *mut u8,
-    pub(super) output_bytes: usize,
-    pub(super) dtype: DType,
+pub(crate) struct Arguments {
+    pub(crate) input: *const u8,
+    pub(crate) input_bytes: usize,
+    pub(crate) output: *mut u8,
+    pub(crate) output_bytes: usize,
+    pub(crate) dtype: DType,
     /// Whether both are in one buffer.
-    pub(super) in_place: bool,
+    pub(crate) in_place: bool,
 }
 
 impl Arguments {
-    pub(super) fn apart(input: &TensorView<'_>, output: &mut TensorViewMut<'_>) -> Result<Self> {
-        check("input", input)?;
-        check("output", &output.as_view())?;
+    /// Two tensors on `device` that are apart.
+    pub(crate) fn apart(
+        device: Device,
+        input: &TensorView<'_>,
+        output: &mut TensorViewMut<'_>,
+    ) -> Result<Self> {
+        check(device, "input", input)?;
+        check(device, "output", &output.as_view())?;
         if input.dtype() != output.dtype() {
             return Err(ExecutorError::DTypes { input: input.dtype(), output: output.dtype() });
         }
@@ -40,20 +44,15 @@ impl Arguments {
         }
     }
 
-    /// The arena offsets of the input and the output.
-    pub(super) fn offsets(&self, rounds: &Rounds) -> ArenaOffsets<2> {
-        let (input, output) = ((self.input, self.input_bytes), (self.output.cast_const(), self.output_bytes));
-        ArenaOffsets::of(rounds, [input, output])
-    }
-
     /// Input and output in one buffer, of whose chunks some are the input's and some the output's, beginning where
     /// the shifts say.
-    pub(super) fn together(
+    pub(crate) fn together(
+        device: Device,
         buffer: &mut TensorViewMut<'_>,
         chunks: [u64; 2],
         shifts: [u64; 2],
     ) -> Result<Self> {
-        check("buffer", &buffer.as_view())?;
+        check(device, "buffer", &buffer.as_view())?;
         let (base, bytes) = (buffer.as_mut_ptr(), buffer.num_bytes());
         // The smaller one is a whole number of the buffer's parts, or a later check refuses the sizes.
         let larger = chunks[0].max(chunks[1]).max(1);
@@ -70,9 +69,9 @@ impl Arguments {
     }
 }
 
-fn check(which: &'static str, tensor: &TensorView<'_>) -> Result<()> {
-    if tensor.device() != Device::Host {
-        return Err(ExecutorError::Device { which, device: tensor.device(), serves: Device::Host });
+fn check(device: Device, which: &'static str, tensor: &TensorView<'_>) -> Result<()> {
+    if tensor.device() != device {
+        return Err(ExecutorError::Device { which, device: tensor.device(), serves: device });
     }
     tensor.contiguous().map_err(|source| ExecutorError::Tensor { which, source })
 }

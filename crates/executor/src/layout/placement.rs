@@ -13,7 +13,7 @@ use super::usage::{Usage, usage};
 /// A region of one rank's memory that holds chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub(super) enum Base {
+pub(crate) enum Base {
     /// The caller's tensor.
     Input,
     Output,
@@ -29,7 +29,17 @@ pub(super) enum Base {
 }
 
 impl Base {
-    pub(super) const COUNT: usize = 8;
+    pub(crate) const ALL: [Self; 8] = [
+        Base::Input,
+        Base::Output,
+        Base::SharedInput,
+        Base::SharedOutput,
+        Base::StagedInput,
+        Base::StagedOutput,
+        Base::Scratch,
+        Base::Packets,
+    ];
+    pub(crate) const COUNT: usize = Self::ALL.len();
 
     fn of(buffer: BufferType, placement: Placement) -> Self {
         match (buffer, placement) {
@@ -53,23 +63,23 @@ enum Placement {
 
 /// Consecutive chunks in one region.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Piece {
+pub(crate) struct Piece {
     /// Their region.
-    pub(super) base: Base,
+    pub(crate) base: Base,
     /// Their indices in it.
-    pub(super) chunks: Range<u64>,
+    pub(crate) chunks: Range<u64>,
 }
 
 /// Chunks to copy before or after.
 #[derive(Debug, Clone)]
-pub(super) struct Move {
-    pub(super) from: (Base, u64),
-    pub(super) to: (Base, u64),
-    pub(super) chunks: u64,
+pub(crate) struct Move {
+    pub(crate) from: (Base, u64),
+    pub(crate) to: (Base, u64),
+    pub(crate) chunks: u64,
 }
 
 /// Where all ranks' chunks are placed, for calls in place or not.
-pub(super) struct Placements {
+pub(crate) struct Placements {
     /// Whether the caller passes one tensor.
     in_place: bool,
     /// Chunks of the input and of the output.
@@ -81,7 +91,7 @@ pub(super) struct Placements {
 
 impl Placements {
     /// The placements for a plan whose ranks all have the same numbers of chunks.
-    pub(super) fn new(plan: &Plan, in_place: bool) -> Self {
+    pub(crate) fn new(plan: &Plan, in_place: bool) -> Self {
         let chunks = plan.gpus.first().map_or([0, 0], |gpu| [gpu.input_chunks, gpu.output_chunks]);
         let larger = if chunks[0] > chunks[1] { BufferType::Input } else { BufferType::Output };
         let united = plan.inplace.then_some(larger);
@@ -91,7 +101,7 @@ impl Placements {
     }
 
     /// Where a rank's smaller tensor lies in its larger one: all-gather and reduce-scatter have it at the rank's own place.
-    pub(super) fn shift(&self, rank: Rank, buffer: BufferType) -> u64 {
+    pub(crate) fn shift(&self, rank: Rank, buffer: BufferType) -> u64 {
         let [input, output] = self.chunks;
         match buffer {
             BufferType::Input if input < output => u64::from(rank.0) * input,
@@ -101,7 +111,7 @@ impl Placements {
     }
 
     /// Whether the smaller tensor of every rank fits into the larger one.
-    pub(super) fn can_be_in_place(&self, ranks: usize) -> bool {
+    pub(crate) fn can_be_in_place(&self, ranks: usize) -> bool {
         let [input, output] = self.chunks;
         input == output || input.min(output).checked_mul(ranks as u64) == Some(input.max(output))
     }
@@ -141,7 +151,7 @@ impl Placements {
     }
 
     /// The places of a range of chunks of input or output, in order.
-    pub(super) fn pieces(&self, rank: Rank, buffer: BufferType, chunks: &Range<u64>) -> Vec<Piece> {
+    pub(crate) fn pieces(&self, rank: Rank, buffer: BufferType, chunks: &Range<u64>) -> Vec<Piece> {
         let (buffer, chunks) = self.unite(rank, buffer, chunks);
         let (mut pieces, mut start): (Vec<Piece>, u64) = (Vec::new(), chunks.start);
         while start < chunks.end {
@@ -157,7 +167,7 @@ impl Placements {
     }
 
     /// Whether any chunk of any rank may have to be staged.
-    pub(super) fn may_stage(&self) -> bool {
+    pub(crate) fn may_stage(&self) -> bool {
         (0..self.usage.len()).any(|rank| {
             [BufferType::Input, BufferType::Output].into_iter().any(|buffer| {
                 let pieces = self.pieces(Rank(rank as u32), buffer, &self.all(buffer));
@@ -168,7 +178,7 @@ impl Placements {
 
     /// What a rank copies before the plan's operations, so that every chunk's region has what the caller gave. (Where
     /// both ends turn out to be one place, there is nothing to do.)
-    pub(super) fn loads(&self, rank: Rank) -> Vec<Move> {
+    pub(crate) fn loads(&self, rank: Rank) -> Vec<Move> {
         let mut loads = Vec::new();
         for (buffer, tensor) in [(BufferType::Input, Base::Input), (BufferType::Output, Base::Output)] {
             for piece in self.pieces(rank, buffer, &self.all(buffer)) {
@@ -214,7 +224,7 @@ impl Placements {
     }
 
     /// What a rank copies after the plan's operations, so that the caller's output has every chunk.
-    pub(super) fn stores(&self, rank: Rank) -> Vec<Move> {
+    pub(crate) fn stores(&self, rank: Rank) -> Vec<Move> {
         let shift = if self.united.is_some() { self.shift(rank, BufferType::Output) } else { 0 };
         let pieces = self.pieces(rank, BufferType::Output, &self.all(BufferType::Output));
         let store = |piece: Piece| Move {

@@ -10,10 +10,11 @@ use antiphon_plan::{
 };
 
 use super::{
+    PacketKind,
     placement::Placements,
     program::{Layout, Program, Signal, Step, Steps},
 };
-use crate::{ExecutorError, PacketKind, error::Result};
+use crate::{ExecutorError, error::Result};
 
 /// More steps than any sensible plan has: a hostile one must not fill the memory.
 const MOST_STEPS: usize = 1 << 20;
@@ -22,25 +23,25 @@ const MOST_WORK: u64 = 1 << 26;
 
 /// The sizes for which a plan is compiled.
 #[derive(Clone, Copy)]
-pub(super) struct Target<'a> {
-    pub(super) plan: &'a Plan,
-    pub(super) wiring: &'a Wiring,
-    pub(super) placements: &'a Placements,
-    pub(super) rank: usize,
-    pub(super) packets: PacketKind,
+pub(crate) struct Target<'a> {
+    pub(crate) plan: &'a Plan,
+    pub(crate) wiring: &'a Wiring,
+    pub(crate) placements: &'a Placements,
+    pub(crate) rank: usize,
+    pub(crate) packets: PacketKind,
     /// Bytes of an element.
-    pub(super) element: usize,
+    pub(crate) element: usize,
     /// The extent of a chunk, whose bytes fit into memory.
-    pub(super) extent: Extent,
+    pub(crate) extent: Extent,
     /// Whether chunks are parts of the tensors' chunks.
-    pub(super) sliced: bool,
+    pub(crate) sliced: bool,
 }
 
 /// Compiles the part of one rank of a plan that has passed [`Plan::check`].
 ///
 /// # Errors
 /// [`ExecutorError::Operation`] for what cannot be executed, or only by leaving a buffer.
-pub(super) fn compile(target: Target<'_>) -> Result<Program> {
+pub(crate) fn compile(target: Target<'_>) -> Result<Program> {
     let chunk = target.extent.chunk() as usize;
     let layout = Layout { chunk, cut: target.sliced || !chunk.is_multiple_of(8) };
     let mut compiler = Compiler {
@@ -137,8 +138,7 @@ impl<'a> Compiler<'a> {
 
     fn op(&mut self, scope: Scope<'a>, op: &OpKind, steps: &mut Steps) -> Result<()> {
         match op {
-            // One thread runs all blocks: its program order is the order that these ask for.
-            OpKind::Nop => Ok(()),
+            OpKind::Nop => self.push(scope, Step::Meet, steps),
             OpKind::Barrier { barrier, num_threadblocks } => {
                 let next = self.barriers.len();
                 let barrier = *self.barriers.entry(barrier.0).or_insert(next);
@@ -163,7 +163,12 @@ impl<'a> Compiler<'a> {
     fn notify(&mut self, scope: Scope<'a>, op: &OpKind, notify: &Notify, steps: &mut Steps) -> Result<()> {
         let Notify { channel_type, channels, .. } = notify;
         match notify.kind {
-            NotifyKind::Signal => self.signal(scope, op, *channel_type, channels, steps),
+            NotifyKind::Signal => {
+                if *channel_type == ChannelType::Port {
+                    self.push(scope, Step::Meet, steps)?; // what the port was given before is done
+                }
+                self.signal(scope, op, *channel_type, channels, notify.relaxed, steps)
+            }
             NotifyKind::Wait => {
                 let ends = channels.iter().map(|&index| {
                     self.counterpart(scope, op, *channel_type, index)?;
@@ -176,8 +181,8 @@ impl<'a> Compiler<'a> {
                 let step = Step::Wait(ends.collect::<Result<_>>()?);
                 self.push(scope, step, steps)
             }
-            // Data that is put through a port has arrived when the step is over, so nothing is left to flush.
-            NotifyKind::Flush => Ok(()),
+            // The block puts the data itself, so it has left when all threads have done their parts.
+            NotifyKind::Flush => self.push(scope, Step::Meet, steps),
         }
     }
 
@@ -187,6 +192,7 @@ impl<'a> Compiler<'a> {
         op: &OpKind,
         channel_type: ChannelType,
         channels: &[ChannelIndex],
+        relaxed: bool,
         steps: &mut Steps,
     ) -> Result<()> {
         let signals = channels.iter().map(|&index| {
@@ -194,8 +200,11 @@ impl<'a> Compiler<'a> {
             let own = self.place(scope.block.rank(), channel_type, scope.block.channel(channel_type, index));
             Ok(Signal { rank: peer.index(), channel: self.place(peer, channel_type, end), own })
         });
-        let step = Step::Signal(signals.collect::<Result<_>>()?);
-        self.push(scope, step, steps)
+        let signals = signals.collect::<Result<_>>()?;
+        // An executor's memory may let a relaxed signal overtake what is read ahead of it, which the plan does not expect.
+        let is_first = || steps.steps.iter().all(|step| matches!(step, Step::Meet | Step::Signal { .. }));
+        let relaxed = relaxed && is_first();
+        self.push(scope, Step::Signal { signals, relaxed }, steps)
     }
 
     /// The other end of a channel.

@@ -6,7 +6,7 @@ use antiphon_plan::{Access, Block, BufferType, Mode, OpKind, Plan, Rank};
 
 /// A set of chunks as ascending ranges that do not touch.
 #[derive(Debug, Default, Clone, PartialEq)]
-pub(super) struct Chunks(Vec<Range<u64>>);
+pub(crate) struct Chunks(Vec<Range<u64>>);
 
 impl Chunks {
     fn new(mut ranges: Vec<Range<u64>>) -> Self {
@@ -23,7 +23,7 @@ impl Chunks {
     }
 
     /// Whether a chunk is in the set, and up to which chunk that answer holds.
-    pub(super) fn at(&self, chunk: u64) -> (bool, u64) {
+    pub(crate) fn at(&self, chunk: u64) -> (bool, u64) {
         let next = self.0.partition_point(|range| range.end <= chunk);
         match self.0.get(next) {
             Some(range) if range.start <= chunk => (true, range.end),
@@ -35,13 +35,13 @@ impl Chunks {
 
 /// The accesses to a tensor of one rank.
 #[derive(Debug, Default, Clone)]
-pub(super) struct Usage {
+pub(crate) struct Usage {
     /// Touched by other ranks.
-    pub(super) remote: Chunks,
+    pub(crate) remote: Chunks,
     /// Written, by any block.
-    pub(super) written: Chunks,
+    pub(crate) written: Chunks,
     /// Surely written as a whole, so that what was there before does not matter.
-    pub(super) overwritten: Chunks,
+    pub(crate) overwritten: Chunks,
 }
 
 #[derive(Default)]
@@ -52,7 +52,7 @@ struct Collected {
 }
 
 /// The usage of every rank's input and output. `place` says where chunks of a buffer lie if the two share memory.
-pub(super) fn usage(
+pub(crate) fn usage(
     plan: &Plan,
     place: impl Fn(Rank, BufferType, &Range<u64>) -> (BufferType, Range<u64>),
 ) -> Vec<[Usage; 2]> {

@@ -1,0 +1,267 @@
+//! The memory of a plan on all ranks' GPUs.
+
+use std::{collections::BTreeSet, ops::Range, sync::Arc};
+
+use antiphon_device::cuda::{Context, memory};
+use antiphon_fabric::{Communicator, CudaArena, FabricError};
+use antiphon_plan::{Block, ChannelType, Mode, OpKind, Plan, Rank};
+
+use super::table::{Base, Item};
+use crate::layout::{Base as Region, Layout, Operand};
+
+/// Where counters and packets begin in their arenas, behind the flags of each block and the counter of blocks that clear packets.
+pub(super) const HEADER: u64 = 4096;
+/// The counter in the header: behind the flags of as many blocks as a grid can have.
+const CLEARED_AT: u64 = HEADER - COUNTER;
+/// Bytes from counter to counter, so that no two share a sector of the cache.
+const COUNTER: u64 = 32;
+
+/// The counters of channels, which peers write, and those of this rank's semaphores and barriers.
+pub(super) struct Counters {
+    arena: CudaArena,
+    channels: usize,
+    semaphores: usize,
+    /// The peer of each of this rank's channels.
+    peers: Vec<usize>,
+}
+
+impl Counters {
+    /// Allocates them. All ranks call it together.
+    pub(super) fn new(comm: &Communicator, context: &Context, plan: &Plan) -> Result<Self, FabricError> {
+        let rank = comm.rank();
+        let peers = |rank: usize| {
+            let of = |channel_type| plan.gpus[rank].peers(channel_type).iter().map(|peer| peer.index());
+            of(ChannelType::Memory).chain(of(ChannelType::Port)).collect::<Vec<_>>()
+        };
+        let most =
+            |count: fn(&Plan, usize) -> usize| (0..plan.gpus.len()).map(|rank| count(plan, rank)).max();
+        let channels = (0..plan.gpus.len()).map(|rank| peers(rank).len()).max().unwrap_or(0);
+        let semaphores = most(|plan, rank| plan.gpus[rank].semaphores.len()).unwrap_or(0);
+        let counters = channels + semaphores + most(barriers).unwrap_or(0);
+        let arena = CudaArena::new(comm, context, HEADER as usize + counters * COUNTER as usize, 0)?;
+        let counters = Self { arena, channels, semaphores, peers: peers(rank) };
+        let begun = counters.begin(rank, plan).map_err(FabricError::from);
+        comm.agree("cannot set its semaphores", begun)?;
+        Ok(counters)
+    }
+
+    fn begin(&self, rank: usize, plan: &Plan) -> Result<(), antiphon_device::cuda::CudaError> {
+        let stream = self.arena.context().stream()?;
+        for (id, semaphore) in plan.gpus[rank].semaphores.iter().enumerate() {
+            let value = semaphore.init_value.to_le_bytes();
+            let at = self.arena.pointer(rank).offset(self.semaphore_at(id));
+            // SAFETY: the counter lies in the arena, which no kernel uses yet; the stream is waited for.
+            unsafe { memory::copy_to_device(stream.borrow(), at, value.as_ptr(), value.len()) }?;
+            stream.borrow().synchronize()?;
+        }
+        Ok(())
+    }
+
+    fn semaphore_at(&self, id: usize) -> u64 {
+        HEADER + (self.channels + id) as u64 * COUNTER
+    }
+
+    /// The arena, whose header serves plans without packets.
+    pub(super) fn arena(&self) -> &CudaArena {
+        &self.arena
+    }
+}
+
+/// How many barriers the blocks of a rank have.
+fn barriers(plan: &Plan, rank: usize) -> usize {
+    let mut seen = BTreeSet::new();
+    let mut note = |kind: &OpKind| {
+        if let OpKind::Barrier { barrier, .. } = kind {
+            seen.insert(*barrier);
+        }
+    };
+    for op in Block::all(plan).filter(|block| block.rank().index() == rank).flat_map(|block| &block.get().ops)
+    {
+        note(&op.kind);
+        if let OpKind::Pipeline(pipeline) = &op.kind {
+            pipeline.ops.iter().for_each(|op| note(&op.kind));
+        }
+    }
+    seen.len()
+}
+
+/// Which ranks write packets into this rank's scratch.
+pub(super) struct Writers(Vec<(Range<u64>, usize)>);
+
+impl Writers {
+    pub(super) fn new(plan: &Plan, rank: usize) -> Self {
+        let mut writers = Vec::new();
+        for block in Block::all(plan) {
+            let mut note = |kind: &OpKind| {
+                block.accesses(kind, |access| {
+                    if access.packets && access.mode == Mode::Write && access.rank == Rank(rank as u32) {
+                        writers.push((access.chunks, block.rank().index()));
+                    }
+                });
+            };
+            for op in &block.get().ops {
+                note(&op.kind);
+                if let OpKind::Pipeline(pipeline) = &op.kind {
+                    pipeline.ops.iter().for_each(|op| note(&op.kind));
+                }
+            }
+        }
+        writers.sort_by_key(|(_, writer)| *writer == rank); // a peer is to blame rather than this rank
+        Self(writers)
+    }
+
+    fn of(&self, chunk: u64, rank: usize) -> usize {
+        self.0.iter().find(|(chunks, _)| chunks.contains(&chunk)).map_or(rank, |(_, writer)| *writer)
+    }
+}
+
+/// Bytes of the areas that hold what peers touch, for chunks of some size.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Areas {
+    staged_output_at: usize,
+    scratch_at: usize,
+    /// Bytes of staging and plain scratch.
+    pub(super) plain: usize,
+    /// Bytes of packets with their header; 0 if there are none.
+    pub(super) packets: usize,
+    /// Bytes of scratch, with packets.
+    pub(super) scratch: usize,
+}
+
+impl Areas {
+    /// The areas of `input`, `output` and `scratch` chunks of `chunk` bytes. None if they exceed the address space.
+    pub(super) fn new(chunk: usize, chunks: [u64; 3], stages: bool, has_packets: bool) -> Option<Self> {
+        const LINE: usize = 256;
+        let area = |count: u64, bytes: usize| {
+            usize::try_from(count).ok()?.checked_mul(bytes)?.checked_next_multiple_of(LINE)
+        };
+        let [input, output, scratch] = chunks;
+        let staged = |count| if stages { area(count, chunk) } else { Some(0) };
+        let staged_output_at = staged(input)?;
+        let scratch_at = staged_output_at.checked_add(staged(output)?)?;
+        let of_plain = area(scratch, chunk)?;
+        let of_packets = if has_packets { area(scratch, Layout::packets(chunk)?)? } else { 0 };
+        let header = if has_packets { HEADER as usize } else { 0 };
+        Some(Self {
+            staged_output_at,
+            scratch_at,
+            plain: scratch_at.checked_add(of_plain)?,
+            packets: header.checked_add(of_packets)?,
+            scratch: of_plain.checked_add(of_packets)?,
+        })
+    }
+}
+
+/// The arenas of a plan, of which each was enough for all sizes until a larger one came. Packets have arenas of their own, in which
+/// never anything else lies, and flags of their own.
+#[derive(Default)]
+pub(super) struct Workspace {
+    plain: Vec<Arc<CudaArena>>,
+    packets: Vec<Arc<CudaArena>>,
+}
+
+impl Workspace {
+    /// The arenas for some areas, which are made if there are none. All ranks call it together.
+    pub(super) fn reserve(
+        &mut self,
+        comm: &Communicator,
+        context: &Context,
+        areas: &Areas,
+    ) -> Result<[Option<Arc<CudaArena>>; 2], FabricError> {
+        let reserve = |arenas: &mut Vec<Arc<CudaArena>>, bytes: usize| -> Result<_, FabricError> {
+            if bytes == 0 {
+                return Ok(None);
+            }
+            let known = arenas.iter().find(|arena| arena.len() >= bytes).cloned();
+            if known.is_some() {
+                return Ok(known);
+            }
+            let made = Arc::new(CudaArena::new(comm, context, bytes, 0)?);
+            arenas.push(made.clone());
+            Ok(Some(made))
+        };
+        Ok([reserve(&mut self.plain, areas.plain)?, reserve(&mut self.packets, areas.packets)?])
+    }
+}
+
+/// Where the memory of all ranks lies, for this rank's GPU.
+pub(super) struct Places<'a> {
+    pub(super) rank: usize,
+    pub(super) counters: &'a Counters,
+    pub(super) writers: &'a Writers,
+    pub(super) plain: Option<&'a CudaArena>,
+    pub(super) packets: Option<&'a CudaArena>,
+    pub(super) areas: Areas,
+    /// Bytes of a chunk.
+    pub(super) chunk: usize,
+}
+
+impl Places<'_> {
+    /// The counter of a rank's channel.
+    pub(super) fn channel(&self, rank: usize, channel: usize) -> u64 {
+        self.counters.arena.pointer(rank).0 + HEADER + channel as u64 * COUNTER
+    }
+
+    /// The peer of this rank's channel.
+    pub(super) fn peer(&self, channel: usize) -> usize {
+        self.counters.peers[channel]
+    }
+
+    pub(super) fn semaphore(&self, id: usize) -> u64 {
+        self.counters.arena.pointer(self.rank).0 + self.counters.semaphore_at(id)
+    }
+
+    pub(super) fn barrier(&self, barrier: usize) -> u64 {
+        self.semaphore(self.counters.semaphores + barrier)
+    }
+
+    /// The flags of this rank's blocks.
+    pub(super) fn flags(&self) -> u64 {
+        self.packets.unwrap_or(self.counters.arena()).pointer(self.rank).0
+    }
+
+    /// The counter of this rank's blocks that have cleared packets.
+    pub(super) fn cleared(&self) -> u64 {
+        self.flags() + CLEARED_AT
+    }
+
+    /// The packets that come to this rank: where they begin, and how many bytes they have.
+    pub(super) fn packets(&self) -> [u64; 2] {
+        self.packets
+            .map_or([0; 2], |arena| [arena.pointer(self.rank).0 + HEADER, arena.len() as u64 - HEADER])
+    }
+
+    /// A region of a rank as this rank's GPU sees it, and the bytes of a chunk there.
+    pub(super) fn region(&self, rank: usize, region: Region) -> (Base, u64, usize) {
+        let within =
+            |arena: Option<&CudaArena>, at: usize| arena.map_or(0, |arena| arena.pointer(rank).0) + at as u64;
+        let plain = |at| (Base::Absolute, within(self.plain, at), self.chunk);
+        match region {
+            Region::Input => (Base::OfInput, 0, self.chunk),
+            Region::Output => (Base::OfOutput, 0, self.chunk),
+            // No tensor is in memory that peers reach, so what they touch is staged.
+            Region::SharedInput | Region::StagedInput => plain(0),
+            Region::SharedOutput | Region::StagedOutput => plain(self.areas.staged_output_at),
+            Region::Scratch => plain(self.areas.scratch_at),
+            Region::Packets => {
+                let stride = Layout::packets(self.chunk).unwrap_or(0);
+                (Base::Absolute, within(self.packets, HEADER as usize), stride)
+            }
+        }
+    }
+
+    /// An operand of a step that begins at byte `start` of its operation: where byte 0 of that would lie, if the step's chunk and all
+    /// before it lay side by side.
+    pub(super) fn operand(&self, operand: Operand, start: usize) -> Item {
+        let (base, at, stride) = self.region(operand.rank(), operand.base());
+        let before = start.checked_div(self.chunk).unwrap_or(0);
+        let chunk = operand.chunk.wrapping_add(before); // the operation's first chunk may lie before the region's first
+        let (rank, scale) = match operand.base() {
+            Region::Packets => (self.writers.of(chunk as u64, self.rank), 2),
+            _ => (operand.rank(), 1),
+        };
+        let skipped = (before * self.chunk * scale) as u64;
+        let at = at.wrapping_add(chunk.wrapping_mul(stride) as u64).wrapping_sub(skipped);
+        Item { at, base, rank }
+    }
+}

@@ -1,0 +1,87 @@
+//! Plans between GPUs: one kernel interprets a plan's program, which is a table in device memory.
+//!
+//! ```no_run
+//! use antiphon_device::cuda::{Context, StreamRef};
+//! use antiphon_executor::{ExecutorError, cuda::{CudaOptions, CudaPlan}};
+//! use antiphon_fabric::Communicator;
+//! use antiphon_plan::verify::VerifiedPlan;
+//! use antiphon_tensor::{DType, TensorView, TensorViewMut};
+//!
+//! // All ranks do this together, once.
+//! fn make_ready(comm: &Communicator, gpu: &Context, plan: &VerifiedPlan) -> Result<CudaPlan, ExecutorError> {
+//!     let mut plan = CudaPlan::load(comm, gpu, plan, CudaOptions::default())?;
+//!     plan.prepare(comm, DType::BF16, 1 << 20)?;
+//!     Ok(plan)
+//! }
+//!
+//! // And this as often as they like, with tensors of 1 MiB: eagerly, or while the stream is captured.
+//! //
+//! // SAFETY: of the call: the tensors live until the stream has passed it.
+//! unsafe fn call(
+//!     plan: &CudaPlan,
+//!     input: TensorView<'_>,
+//!     output: TensorViewMut<'_>,
+//!     stream: StreamRef<'_>,
+//! ) -> Result<(), ExecutorError> {
+//!     unsafe { plan.execute(input, output, stream) }
+//! }
+//! ```
+//!
+//! ## What a call does
+//!
+//! The plans of a communicator are one tenant of its GPUs ([`antiphon_fabric::gpu`]): their calls come one after the other on whatever
+//! streams they are made, and beside calls of other tenants. A call copies what peers touch of its tensors into staging, launches the
+//! kernel, and copies what they wrote back. Nothing else of a tensor is moved. The call allocates nothing, does not wait, and takes
+//! no lock for which another thread competes.
+//!
+//! What advances from launch to launch is in device memory: the flags of packets, the counts of signals, semaphores and barriers. So
+//! a graph may be replayed between other calls.
+//!
+//! ## How blocks wait, and why they come to an end
+//!
+//! * **Ranks meet before each launch**, by the tags of fabric's slots. Block 0 sends a tag to each peer; every block waits for the tags of
+//!   all peers. A rank's tag tells that its earlier launches are over and its input is staged, and what it calls, so ranks that
+//!   disagree get an error. Blocks of one GPU need not meet for that: a block sends to a peer only what the peer is ready for.
+//! * **Signals and semaphores** are counters: how many were sent, and how many were taken. Whoever waits takes a number, once, and
+//!   waits until as many were sent. Both only grow, and a proved plan takes in a launch what it sends, so no count is ever reset.
+//! * **Barriers** are counters too. The number of arrivals is a multiple of the blocks that meet, before each launch and behind it;
+//!   a block waits for the next multiple.
+//! * **Packets** carry the number of the launch as their flag. They lie where nothing else is ever written. There are 2^32 - 1
+//!   flags. Behind the last one, and behind the first one of the next round, the blocks of a rank meet and clear all packets.
+//!
+//! Every wait of the kernel is one of these. The proof of a plan says that all its runs end in which a block does one operation
+//! after the other, if all blocks run. Here a block's warps may be ahead of each other between two meetings of its threads, which
+//! only lets more be done; and ranks meet, or packets are cleared, where no operation of a launch is under way. All blocks run:
+//! a grid takes at most half of the GPU's room, all grids that wait fit ([`Occupancy`](crate::ExecutorError::Occupancy) is the
+//! error of a plan that does not), and each block keeps its place until it ends.
+//!
+//! A wait that is in vain ends at the communicator's deadline, or when a peer is lost: it is fabric's wait. The warp that gives up
+//! sends nothing more, its block leaves at the next meeting of its threads, and later launches end at once.
+//! [`CudaPlan::check`] tells which operation waited for what.
+//!
+//! ## The order of memory
+//!
+//! The proof's order is kept as follows. A *signal* is an atomic addition with release, at the scope of the system (of the GPU for
+//! semaphores and barriers), behind the meeting of the block's threads that the plan asks for; a *wait* loads with acquire, ahead of such
+//! a meeting. Relaxed waits acquire as well, and relaxed signals release, unless nothing but signals is ahead of them in their block:
+//! PTX does not promise that a load is over before a relaxed store that follows. All data moves by strong accesses, 16 bytes at a time where
+//! operands lie alike. A packet is one word of eight bytes, or two that are one vector of 16: only a vector's elements are certain to
+//! be whole. So a packet publishes its own data, and nothing else.
+//!
+//! What a port does, its block does, in the port's order: the block's threads meet ahead of each of the port's operations, signals and
+//! flushes. A switch channel is loads from its members in rank order, and stores to all; no multicast object is made.
+//!
+//! ## Limits
+//!
+//! Between 2 to 8 ranks of one machine. A message is done in one launch: its chunks must be within what is proved, and its scratch
+//! within [`CudaOptions::most_scratch`]. All numeric dtypes, whose tensors may begin at any element.
+
+mod family;
+#[cfg(test)]
+mod machine_code;
+mod memory;
+mod plan;
+mod report;
+mod table;
+
+pub use plan::{CudaOptions, CudaPlan};

@@ -1,0 +1,33 @@
+//! A plan laid out for one rank, for whatever executes it: where the bytes of its buffers lie, and its operations as steps.
+//!
+//! Both backends execute the same [`Program`], so a reduction takes its sources in the same order on both, and has the same
+//! bits.
+
+mod checked;
+mod compile;
+mod placement;
+mod program;
+mod usage;
+
+pub(crate) use checked::{Checked, Mode};
+pub(crate) use compile::{Target, compile};
+pub(crate) use placement::{Base, Move};
+pub(crate) use program::{Frame, Layout, Operand, Program, Reduction, Signal, Step, Work, slot};
+
+/// How much a packet carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[repr(u8)]
+pub enum PacketKind {
+    /// 4 bytes of data in 8.
+    LL8 = 8,
+    /// 8 bytes of data in 16.
+    #[default]
+    LL16 = 16,
+}
+
+impl PacketKind {
+    /// Bytes of data in a packet.
+    pub fn payload(self) -> usize {
+        self as usize / 2
+    }
+}

@@ -1,0 +1,170 @@
+//! Plans between GPUs against the host's executor, bit by bit. Ranks are threads, one for each GPU; without a GPU for every rank a
+//! test is recorded as skipped.
+
+mod failures;
+mod graphs;
+mod harness;
+#[path = "../plans/mod.rs"]
+mod plans;
+mod refused;
+
+use antiphon_executor::{PacketKind, cuda::CudaOptions};
+use antiphon_language::library::{ALGORITHMS, Algorithm, Setting};
+use antiphon_plan::{Plan, ReduceOp};
+use antiphon_tensor::{DType, bf16, with_dtype};
+use harness::{Both, on_gpus, proved};
+
+/// The algorithms of the library, or those of one collective, out of place and, where it works, in place, for chunks of any number of
+/// 4 bytes.
+fn library(collective: Option<&str>, ranks: u32) -> Vec<(&'static Algorithm, Setting)> {
+    let mut all = Vec::new();
+    for algorithm in
+        ALGORITHMS.iter().filter(|algorithm| collective.is_none_or(|of| algorithm.collective == of))
+    {
+        for inplace in [false, true] {
+            let mut setting = Setting { inplace, unit_size: 48, ..Setting::new(ranks) };
+            setting.options.buffer_alignment = 4;
+            let has_nodes = !algorithm.nodes || ranks > 2 && ranks.is_multiple_of(2);
+            if has_nodes && (algorithm.inplace || !inplace) {
+                all.push((algorithm, setting));
+            }
+        }
+    }
+    all
+}
+
+fn all_reduces(world_size: usize, chunks: &[usize]) {
+    for (algorithm, setting) in library(Some("allreduce"), world_size as u32) {
+        let plan = proved(algorithm.plan(&setting).unwrap());
+        on_gpus(world_size, |rank| {
+            let mut both = Both::load(rank, &plan, CudaOptions::default())?;
+            for (seed, &chunk) in chunks.iter().enumerate() {
+                both.compare::<f32>(chunk, 0, seed)?;
+                both.compare::<f32>(chunk, 1, seed)?;
+                both.compare::<bf16>(2 * chunk, 3, seed)?;
+            }
+            Ok(both.gpu.free(&rank.comm)?)
+        });
+    }
+}
+
+#[test]
+fn all_reduces_have_the_hosts_bits_on_2() {
+    all_reduces(2, &[4096, 4, 1000, 13, 0]);
+}
+
+#[test]
+fn all_reduces_have_the_hosts_bits_on_3() {
+    all_reduces(3, &[600, 13, 1]);
+}
+
+#[test]
+fn all_reduces_have_the_hosts_bits_on_4() {
+    all_reduces(4, &[600, 13, 1]);
+}
+
+#[test]
+fn all_reduces_have_the_hosts_bits_on_8() {
+    all_reduces(8, &[200, 5]);
+}
+
+fn whole_library(world_size: usize, chunks: &[usize]) {
+    for (algorithm, setting) in library(None, world_size as u32) {
+        let plan = proved(algorithm.plan(&setting).unwrap());
+        on_gpus(world_size, |rank| {
+            let mut both = Both::load(rank, &plan, CudaOptions::default())?;
+            chunks
+                .iter()
+                .enumerate()
+                .try_for_each(|(seed, &chunk)| both.compare::<f32>(chunk, seed % 2, seed))
+        });
+    }
+}
+
+#[test]
+fn every_plan_of_the_library_has_the_hosts_bits_on_2() {
+    whole_library(2, &[4, 36, 1001]);
+}
+
+#[test]
+fn every_plan_of_the_library_has_the_hosts_bits_on_4() {
+    whole_library(4, &[36, 101]);
+}
+
+/// More thread blocks, with a part of every chunk each.
+#[test]
+fn instances_share_the_work_on_2() {
+    for (algorithm, mut setting) in library(None, 2) {
+        setting.options.instances = 3;
+        let plan = proved(algorithm.plan(&setting).unwrap());
+        on_gpus(2, |rank| {
+            let mut both = Both::load(rank, &plan, CudaOptions::default())?;
+            both.compare::<f32>(40, 0, 0)?;
+            both.compare::<f32>(1001, 1, 1)
+        });
+    }
+}
+
+/// Plans that together have every operation.
+fn operations(ranks: u32, op: ReduceOp) -> Vec<Plan> {
+    use plans::Relay;
+    let plans = [
+        plans::two_shot(ranks, op, false),
+        plans::two_shot(ranks, op, true),
+        plans::packets(ranks, op, false),
+        plans::packets(ranks, op, true),
+        plans::packets_two_shot(ranks, op, Relay::Together),
+        plans::packets_two_shot(ranks, op, Relay::Sent),
+        plans::packets_two_shot(ranks, op, Relay::Apart),
+        plans::ring_all_gather(ranks),
+        plans::get_all_gather(ranks, 3),
+        plans::in_place_all_gather(ranks),
+        plans::in_place_reduce_scatter(ranks, op),
+        plans::pipelined_all_to_all(ranks, 48),
+        plans::switch_all_reduce(ranks, op, true),
+        plans::switch_all_reduce(ranks, op, false),
+        plans::switch_packets(ranks),
+        plans::local_reduce(ranks, op),
+        plans::turns(ranks),
+        plans::port_packets(ranks),
+    ];
+    plans.into_iter().map(Result::unwrap).collect()
+}
+
+#[test]
+fn every_operation_has_the_hosts_bits_on_3() {
+    for plan in operations(3, ReduceOp::Sum) {
+        let plan = proved(plan);
+        on_gpus(3, |rank| {
+            let mut both = Both::load(rank, &plan, CudaOptions::default())?;
+            [16, 4, 64]
+                .into_iter()
+                .enumerate()
+                .try_for_each(|(seed, chunk)| both.compare::<f32>(chunk, seed, seed))
+        });
+    }
+}
+
+#[test]
+fn every_dtype_and_operator_has_the_hosts_bits_on_2() {
+    use plans::Relay;
+    for op in [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max] {
+        for plan in [
+            plans::two_shot(2, op, false),
+            plans::packets_two_shot(2, op, Relay::Sent),
+            plans::local_reduce(2, op),
+        ] {
+            let plan = proved(plan.unwrap());
+            for packets in [PacketKind::LL8, PacketKind::LL16] {
+                on_gpus(2, |rank| {
+                    let mut both =
+                        Both::load(rank, &plan, CudaOptions { packets, ..CudaOptions::default() })?;
+                    for &dtype in DType::NUMERIC {
+                        with_dtype!(dtype, T => both.compare::<T>(96 / size_of::<T>(), 1, 5)?);
+                    }
+                    Ok(())
+                });
+            }
+        }
+    }
+}
