@@ -252,13 +252,16 @@ fn ranks_that_fuse_different_things_are_told_so() {
     let bf16 = |tokens, hidden| Case::new(DType::BF16, tokens, hidden);
     let by = |algorithm| Case { algorithm: Some(algorithm), ..bf16(8, 1024) };
     let rounded = Case { accumulation: Accumulation::Rounded, ..by(Algorithm::OneShot) };
+    let rows = sized(600, 40);
+    let elements = |rows: usize| format!("{} × bf16", rows * 16_384);
+    let names = |one: &str, other: &str| [one.to_owned(), other.to_owned()];
     let pairs = [
         // As many elements, in other rows.
-        ([bf16(8, 1024), bf16(4, 2048)], ["rows of 1024", "rows of 2048"]),
-        ([bf16(600, 16_384), bf16(601, 16_384)], ["9830400 × bf16", "9846784 × bf16"]),
-        ([by(Algorithm::OneShot), by(Algorithm::TwoShot)], ["one-shot", "two-shot"]),
-        ([by(Algorithm::OneShot), rounded], ["one-shot)", "one-shot, rounded)"]),
-        ([bf16(8, 1024), Case::plain(DType::BF16, 8, 1024)], ["all_reduce_fused(", "all_reduce("]),
+        ([bf16(8, 1024), bf16(4, 2048)], names("rows of 1024", "rows of 2048")),
+        ([bf16(rows, 16_384), bf16(rows + 1, 16_384)], [elements(rows), elements(rows + 1)]),
+        ([by(Algorithm::OneShot), by(Algorithm::TwoShot)], names("one-shot", "two-shot")),
+        ([by(Algorithm::OneShot), rounded], names("one-shot)", "one-shot, rounded)")),
+        ([bf16(8, 1024), Case::plain(DType::BF16, 8, 1024)], names("all_reduce_fused(", "all_reduce(")),
     ];
     for (cases, said) in pairs {
         let errors = with_deadline(Duration::from_secs(60), |rank| {
