@@ -85,7 +85,7 @@ class Mutant:
 def mutants() -> list[Mutant]:
     found = []
     for folder, package, tests in FAMILIES:
-        for file in sorted((ROOT / folder).glob("*.cuh")):
+        for file in sorted((ROOT / folder).rglob("*.cuh")):
             name = marker(file)
             for number, line in enumerate(file.read_text().splitlines(), 1):
                 code = line.split("//")[0]
