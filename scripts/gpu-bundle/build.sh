@@ -16,7 +16,7 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 target=${CARGO_TARGET_DIR:-target}
 bundle=$target/gpu-bundle
-limit_mib=60
+limit_mib=64
 
 rm -rf "$bundle"
 mkdir -p "$bundle"/{tests,examples,wheels,python/benches}
