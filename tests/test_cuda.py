@@ -76,7 +76,7 @@ def a_part_of_the_multiprocessors(comm: Comm, device: Device) -> None:
         assert answer[0] == driver.CUresult.CUDA_SUCCESS, answer[0]
         return answer[1] if len(answer) == 2 else answer[1:]
 
-    sizes = [(2, 1024), (64, 7168), (512, 7168), (2048, 7168)]
+    sizes = [(4, 1024), (64, 7168), (512, 7168), (2048, 7168)]
     inputs = [torch.randn(size, device=device).bfloat16() for size in sizes]
     weights = {hidden: torch.rand(hidden, device=device).bfloat16() for _, hidden in sizes}
 
@@ -219,7 +219,7 @@ def graphs(comm: Comm, device: Device) -> None:
 def a_capture_without_setting_up_says_what_to_do(comm: Comm, device: Device) -> None:
     x = filled(comm, device)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        with pytest.raises(ValueError, match=r"call comm.prepare_cuda\(\) before the capture"):
+        with pytest.raises(ValueError, match=r"make one before the capture, or call comm.prepare_cuda\(\)"):
             comm.all_reduce(x)
         x.add_(1)
     comm.prepare_cuda()
