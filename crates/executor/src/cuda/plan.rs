@@ -11,7 +11,7 @@ use antiphon_device::{
 };
 use antiphon_fabric::{
     Communicator, CudaArena, FabricError, Operation, Signature,
-    gpu::{Family as _, Grid, Launch, Pieces, Tenant, UntilIdle, Work},
+    gpu::{Family as _, Grid, Launch, MAX_BLOCKS, Pieces, Tenant, UntilIdle, Work},
 };
 use antiphon_plan::{BufferType, Extent, Plan, Rank, Wiring, verify::VerifiedPlan};
 use antiphon_tensor::{DType, Device, TensorError, TensorView, TensorViewMut};
@@ -199,8 +199,8 @@ impl CudaPlan {
     ///
     /// # Errors
     /// On all ranks: [`ExecutorError::Plan`] for a size that the plan does not serve, [`Tensor`](ExecutorError::Tensor) for a dtype
-    /// without arithmetic, [`Operation`](ExecutorError::Operation), [`Unproved`](ExecutorError::Unproved) for chunks that are larger
-    /// than the proof's, [`Buffers`](ExecutorError::Buffers) for more scratch than the options allow, and
+    /// without arithmetic, [`Operation`](ExecutorError::Operation), [`Buffers`](ExecutorError::Buffers) for chunks that are larger
+    /// than the proof's and for more scratch than the options allow, and
     /// [`Fabric`](ExecutorError::Fabric) without memory or NVRTC.
     pub fn prepare(&mut self, comm: &Communicator, dtype: DType, bytes: usize) -> Result<()> {
         let call = Signature {
@@ -338,11 +338,13 @@ impl CudaPlan {
         };
         let extent = Extent::new(&self.plan, part(chunks[0]), part(chunks[1]))?;
         match self.largest_chunk {
-            Some(largest_chunk) if largest_chunk < extent.chunk() => Err(ExecutorError::Unproved {
+            Some(largest) if largest < extent.chunk() => Err(ExecutorError::Buffers {
                 plan: self.name.clone(),
-                largest_chunk,
-                chunk: extent.chunk(),
-                multiple: extent.chunk(),
+                what: format!(
+                    "it is proved for chunks of up to {largest} bytes, those of the message have {}, and a message is done in one \
+                     launch",
+                    extent.chunk()
+                ),
             }),
             _ => Ok(extent),
         }
@@ -457,8 +459,7 @@ impl CudaPlan {
         })?;
         let tenant = lock(&self.tenant);
         // SAFETY: the caller's promise.
-        let launched = unsafe { self.launch(&tenant, prepared, call, stream) };
-        launched.map_err(|error| self.explain(&tenant, error))
+        unsafe { self.launch(&tenant, prepared, call, stream) }
     }
 
     /// # Safety
@@ -469,9 +470,12 @@ impl CudaPlan {
         prepared: &Prepared,
         call: &Arguments,
         stream: StreamRef<'_>,
-    ) -> Result<(), FabricError> {
-        let family = self.family(prepared.key.dtype);
-        let loaded = tenant.ready(family, stream)?;
+    ) -> Result<()> {
+        let (family, explain) = (self.family(prepared.key.dtype), |error| self.explain(tenant, error));
+        let blocks = prepared.program.blocks.len().max(1);
+        let loaded = tenant.ready(family, stream).map_err(explain)?;
+        // A stream may have some of the multiprocessors only.
+        check_room(&self.plan, blocks, self.per_multiprocessor, tenant.multiprocessors_here())?;
         let copy_all = |copies: &[Copy]| {
             let outcome = copies.iter().try_for_each(|copy| {
                 let [from, to] = [copy.from, copy.to].map(|(base, at)| match base {
@@ -485,14 +489,13 @@ impl CudaPlan {
                     false => unsafe { memory::copy(stream, to, from, copy.bytes) },
                 }
             });
-            outcome.or_else(|error| tenant.fail(error.into()))
+            outcome.or_else(|error| tenant.fail(error.into())).map_err(explain)
         };
         copy_all(&prepared.loads)?;
-        let blocks = prepared.program.blocks.len().max(1) as u32;
         let launch = |_, _, _| {
             let (input, output) = (call.input as usize, call.output as usize);
             let work = Work { input, output, ..Work::new(prepared.signature) };
-            let config = family.blocks(blocks, tenant.world_size());
+            let config = family.blocks(blocks as u32, tenant.world_size());
             Launch {
                 kernel: InterpreterKernel::Interpret,
                 grid: Grid::Exact { config, is_small: false },
@@ -502,7 +505,8 @@ impl CudaPlan {
         };
         // SAFETY: the table's addresses are those of this plan's memory, which lives until the context is idle, and of the caller's
         // tensors; the blocks were found to fit.
-        unsafe { tenant.run(&loaded, Pieces { total: 1, most: 1, unit: 1 }, stream, launch) }?;
+        unsafe { tenant.run(&loaded, Pieces { total: 1, most: 1, unit: 1 }, stream, launch) }
+            .map_err(explain)?;
         copy_all(&prepared.stores)
     }
 
@@ -537,13 +541,25 @@ fn lock(tenant: &Mutex<Tenant>) -> MutexGuard<'_, Tenant> {
 fn per_multiprocessor(plan: &Plan, multiprocessors: u32) -> Result<u32> {
     let blocks = plan.gpus.iter().map(|gpu| gpu.threadblocks.len()).max().unwrap_or(0);
     let most = Interpreter::MOST_PER_MULTIPROCESSOR;
-    let fits = |each: &u32| blocks <= (each * multiprocessors) as usize;
-    [1, 2, most].into_iter().find(fits).ok_or_else(|| ExecutorError::Occupancy {
-        plan: name_of(plan),
-        blocks,
-        threads: 512 / most,
-        fit: (most * multiprocessors) as usize,
-    })
+    let fits = |each: &u32| check_room(plan, blocks, *each, multiprocessors).is_ok();
+    match [1, 2].into_iter().find(fits) {
+        Some(each) => Ok(each),
+        None => check_room(plan, blocks, most, multiprocessors).map(|()| most),
+    }
+}
+
+/// Whether `blocks` blocks run at once, `each` on each multiprocessor.
+fn check_room(plan: &Plan, blocks: usize, each: u32, multiprocessors: u32) -> Result<()> {
+    let fit = (each * multiprocessors).min(MAX_BLOCKS) as usize;
+    match blocks <= fit {
+        true => Ok(()),
+        false => Err(ExecutorError::Occupancy {
+            plan: name_of(plan),
+            blocks,
+            threads: Interpreter::THREADS / each,
+            fit,
+        }),
+    }
 }
 
 /// A move of chunks as a copy of bytes.

@@ -48,3 +48,65 @@ fn channel_of(plan: &Plan, rank: Rank, place: usize) -> Option<(ChannelType, Cha
     };
     of(ChannelType::Memory).chain(of(ChannelType::Port)).nth(place)
 }
+
+#[cfg(test)]
+mod tests {
+    use antiphon_device::cuda::GaveUp;
+    use antiphon_language::library::{Setting, find};
+    use antiphon_plan::{Extent, ThreadBlockId, Wiring};
+
+    use super::*;
+    use crate::{
+        PacketKind,
+        layout::{Placements, Target, compile},
+    };
+
+    /// What a report of each step of a rank's first block is said to be.
+    fn reported(algorithm: &str) -> Vec<(Place, Waiting)> {
+        let plan = find(algorithm).unwrap().plan(&Setting::new(3)).unwrap();
+        let (placements, wiring) = (Placements::new(&plan, false), Wiring::new(&plan));
+        let bytes = plan.gpus[1].input_chunks * 64;
+        let program = compile(Target {
+            plan: &plan,
+            wiring: &wiring,
+            placements: &placements,
+            rank: 1,
+            packets: PacketKind::LL16,
+            element: 4,
+            extent: Extent::new(&plan, bytes, bytes).unwrap(),
+            sliced: false,
+        })
+        .unwrap();
+        let report = WaitReport {
+            reason: GaveUp::Deadline,
+            rank: 1,
+            peer: 2,
+            doing: [0; 2],
+            block: 0,
+            thread: 0,
+            expected: 7,
+            seen: [6, 1],
+            waited_ns: 1,
+        };
+        let steps = 0..program.blocks[0].steps.len();
+        steps.filter_map(|step| waiting(&plan, Rank(1), &program, (0, step as u32), &report)).collect()
+    }
+
+    #[test]
+    fn a_report_names_the_operation_and_what_it_waited_for() {
+        let signals = reported("two-shot-all-reduce");
+        let of_peer = |(place, waiting): &(Place, Waiting)| {
+            assert_eq!((place.rank, place.threadblock), (Rank(1), ThreadBlockId(0)));
+            // Rank 1's channels lead to rank 2, and then around to rank 0.
+            matches!(
+                waiting,
+                Waiting::Signal { peer: Rank(2), channel: ChannelId(0), expected: 7, seen: 6, .. }
+            )
+        };
+        assert!(signals.iter().filter(|each| of_peer(each)).count() >= 2, "{signals:?}");
+        let packets = reported("packet-all-reduce");
+        let of_launch =
+            |(_, waiting): &(Place, Waiting)| matches!(waiting, Waiting::Packet { expected: 7, seen: 6, .. });
+        assert!(packets.iter().any(of_launch), "{packets:?}");
+    }
+}

@@ -11,6 +11,8 @@ mod usage;
 
 pub(crate) use checked::{Checked, Mode};
 pub(crate) use compile::{Target, compile};
+#[cfg(test)]
+pub(crate) use placement::Placements;
 pub(crate) use placement::{Base, Move};
 pub(crate) use program::{Frame, Layout, Operand, Program, Reduction, Signal, Step, Work, slot};
 
