@@ -4,10 +4,10 @@ use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
 use antiphon_device::cuda::{Context, memory};
 use antiphon_fabric::{Communicator, CudaArena, FabricError};
-use antiphon_plan::{Block, ChannelType, Mode, OpKind, Plan, Rank};
+use antiphon_plan::{Block, Mode, OpKind, Plan, Rank};
 
 use super::table::{Base, Item};
-use crate::layout::{Base as Region, Layout, Operand};
+use crate::layout::{self, Base as Region, Layout, Operand};
 
 /// Where counters and packets begin in their arenas, behind the flags of each block and the counter of blocks that clear packets.
 pub(super) const HEADER: u64 = 4096;
@@ -29,17 +29,13 @@ impl Counters {
     /// Allocates them. All ranks call it together.
     pub(super) fn new(comm: &Communicator, context: &Context, plan: &Plan) -> Result<Self, FabricError> {
         let rank = comm.rank();
-        let peers = |rank: usize| {
-            let of = |channel_type| plan.gpus[rank].peers(channel_type).iter().map(|peer| peer.index());
-            of(ChannelType::Memory).chain(of(ChannelType::Port)).collect::<Vec<_>>()
-        };
-        let most =
-            |count: fn(&Plan, usize) -> usize| (0..plan.gpus.len()).map(|rank| count(plan, rank)).max();
-        let channels = (0..plan.gpus.len()).map(|rank| peers(rank).len()).max().unwrap_or(0);
-        let semaphores = most(|plan, rank| plan.gpus[rank].semaphores.len()).unwrap_or(0);
-        let counters = channels + semaphores + most(barriers).unwrap_or(0);
+        let most = |count: &dyn Fn(usize) -> usize| (0..plan.gpus.len()).map(count).max().unwrap_or(0);
+        let channels = most(&|rank| layout::channels(plan, rank).count());
+        let semaphores = most(&|rank| plan.gpus[rank].semaphores.len());
+        let counters = channels + semaphores + most(&|rank| barriers(plan, rank));
         let arena = CudaArena::new(comm, context, HEADER as usize + counters * COUNTER as usize, 0)?;
-        let counters = Self { arena, channels, semaphores, peers: peers(rank) };
+        let peers = layout::channels(plan, rank).map(|(.., peer)| peer.index()).collect();
+        let counters = Self { arena, channels, semaphores, peers };
         let begun = counters.begin(rank, plan).map_err(FabricError::from);
         comm.agree("cannot set its semaphores", begun)?;
         Ok(counters)
@@ -67,20 +63,25 @@ impl Counters {
     }
 }
 
-/// How many barriers the blocks of a rank have.
-fn barriers(plan: &Plan, rank: usize) -> usize {
-    let mut seen = BTreeSet::new();
-    let mut note = |kind: &OpKind| {
-        if let OpKind::Barrier { barrier, .. } = kind {
-            seen.insert(*barrier);
-        }
-    };
-    for op in Block::all(plan).filter(|block| block.rank().index() == rank).flat_map(|block| &block.get().ops)
-    {
+/// Calls `note` for each operation of a block, those in pipelines too.
+fn each_op(block: &Block<'_>, mut note: impl FnMut(&OpKind)) {
+    for op in &block.get().ops {
         note(&op.kind);
         if let OpKind::Pipeline(pipeline) = &op.kind {
             pipeline.ops.iter().for_each(|op| note(&op.kind));
         }
+    }
+}
+
+/// How many barriers the blocks of a rank have.
+fn barriers(plan: &Plan, rank: usize) -> usize {
+    let mut seen = BTreeSet::new();
+    for block in Block::all(plan).filter(|block| block.rank().index() == rank) {
+        each_op(&block, |kind| {
+            if let OpKind::Barrier { barrier, .. } = kind {
+                seen.insert(*barrier);
+            }
+        });
     }
     seen.len()
 }
@@ -92,19 +93,13 @@ impl Writers {
     pub(super) fn new(plan: &Plan, rank: usize) -> Self {
         let mut writers = Vec::new();
         for block in Block::all(plan) {
-            let mut note = |kind: &OpKind| {
+            each_op(&block, |kind| {
                 block.accesses(kind, |access| {
                     if access.packets && access.mode == Mode::Write && access.rank == Rank(rank as u32) {
                         writers.push((access.chunks, block.rank().index()));
                     }
                 });
-            };
-            for op in &block.get().ops {
-                note(&op.kind);
-                if let OpKind::Pipeline(pipeline) = &op.kind {
-                    pipeline.ops.iter().for_each(|op| note(&op.kind));
-                }
-            }
+            });
         }
         writers.sort_by_key(|(_, writer)| *writer == rank); // a peer is to blame rather than this rank
         Self(writers)

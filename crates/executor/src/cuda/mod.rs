@@ -76,6 +76,7 @@
 //! Between 2 to 8 ranks of one machine. A message is done in one launch: its chunks must be within what is proved, and its scratch
 //! within [`CudaOptions::most_scratch`]. All numeric dtypes, whose tensors may begin at any element.
 
+mod call;
 mod family;
 #[cfg(test)]
 mod machine_code;
@@ -83,5 +84,6 @@ mod memory;
 mod plan;
 mod report;
 mod table;
+mod tenants;
 
 pub use plan::{CudaOptions, CudaPlan};

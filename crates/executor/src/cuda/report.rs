@@ -1,11 +1,11 @@
 //! What a kernel that gave up says of the operation.
 
 use antiphon_device::cuda::WaitReport;
-use antiphon_plan::{ChannelId, ChannelType, Place, Plan, Rank};
+use antiphon_plan::{Place, Plan, Rank};
 
 use crate::{
     Waiting,
-    layout::{Program, Step},
+    layout::{Program, Step, channels},
 };
 
 /// The operation that waited in vain, and for what; none if nothing is awaited in this step, the `at`-th of the
@@ -21,11 +21,12 @@ pub(super) fn waiting(
     let (step, place) = (block.steps.get(at)?, block.places.get(at)?);
     let (expected, seen) = (report.expected, report.seen[0]);
     let waiting = match step {
-        Step::Wait(channels) => {
-            let peer = Rank(report.peer);
-            let of = |channel: &&usize| channel_of(plan, rank, **channel).is_some_and(|(.., of)| of == peer);
-            let channel = *channels.iter().find(of).or(channels.first())?;
-            let (channel_type, channel, peer) = channel_of(plan, rank, channel)?;
+        Step::Wait(waited) => {
+            let channel = |place: usize| channels(plan, rank.index()).nth(place);
+            let of_peer =
+                |place: &&usize| channel(**place).is_some_and(|(.., peer)| peer == Rank(report.peer));
+            let place = *waited.iter().find(of_peer).or(waited.first())?;
+            let (channel_type, channel, peer) = channel(place)?;
             Waiting::Signal { peer, channel_type, channel, expected, seen }
         }
         Step::Acquire(ids) => Waiting::Semaphore { semaphore: *ids.first()? },
@@ -39,21 +40,11 @@ pub(super) fn waiting(
     Some((*place, waiting))
 }
 
-/// A channel of a rank by its place among all of them: memory channels, then port channels.
-fn channel_of(plan: &Plan, rank: Rank, place: usize) -> Option<(ChannelType, ChannelId, Rank)> {
-    let gpu = &plan.gpus[rank.index()];
-    let of = |channel_type| {
-        let peers = gpu.peers(channel_type).iter().enumerate();
-        peers.map(move |(id, &peer)| (channel_type, ChannelId(id as u32), peer))
-    };
-    of(ChannelType::Memory).chain(of(ChannelType::Port)).nth(place)
-}
-
 #[cfg(test)]
 mod tests {
     use antiphon_device::cuda::GaveUp;
     use antiphon_language::library::{Setting, find};
-    use antiphon_plan::{Extent, ThreadBlockId, Wiring};
+    use antiphon_plan::{ChannelId, Extent, ThreadBlockId, Wiring};
 
     use super::*;
     use crate::{

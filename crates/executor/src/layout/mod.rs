@@ -9,7 +9,7 @@ mod placement;
 mod program;
 mod usage;
 
-pub(crate) use checked::{Checked, Mode};
+pub(crate) use checked::{Checked, Mode, channels};
 pub(crate) use compile::{Target, compile};
 #[cfg(test)]
 pub(crate) use placement::Placements;

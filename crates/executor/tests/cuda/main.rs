@@ -14,6 +14,12 @@ use antiphon_plan::{Plan, ReduceOp};
 use antiphon_tensor::{DType, bf16, with_dtype};
 use harness::{Both, on_gpus, proved};
 
+/// Plans may move between threads.
+const _: fn() = || {
+    fn is_send<T: Send>() {}
+    is_send::<antiphon_executor::cuda::CudaPlan>();
+};
+
 /// The algorithms of the library, or those of one collective, out of place and, where it works, in place, for chunks of any number of
 /// 4 bytes.
 fn library(collective: Option<&str>, ranks: u32) -> Vec<(&'static Algorithm, Setting)> {
@@ -24,7 +30,7 @@ fn library(collective: Option<&str>, ranks: u32) -> Vec<(&'static Algorithm, Set
         for inplace in [false, true] {
             let mut setting = Setting { inplace, unit_size: 48, ..Setting::new(ranks) };
             setting.options.buffer_alignment = 4;
-            let has_nodes = !algorithm.nodes || ranks > 2 && ranks.is_multiple_of(2);
+            let has_nodes = !algorithm.nodes || ranks.is_multiple_of(2);
             if has_nodes && (algorithm.inplace || !inplace) {
                 all.push((algorithm, setting));
             }
