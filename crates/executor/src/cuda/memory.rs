@@ -110,15 +110,12 @@ impl Writers {
     }
 }
 
-/// Bytes of the areas that hold what peers touch, for chunks of some size.
+/// Bytes of the areas that hold what peers touch, for chunks of some size. An area of which there is none has 0.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Areas {
     staged_output_at: usize,
-    scratch_at: usize,
-    /// Bytes of staging and plain scratch.
-    pub(super) plain: usize,
-    /// Bytes of packets with their header; 0 if there are none.
-    pub(super) packets: usize,
+    /// Staged tensors, plain scratch, and packets behind their header: each in an arena.
+    bytes: [usize; 3],
     /// Bytes of scratch, with packets.
     pub(super) scratch: usize,
 }
@@ -133,27 +130,28 @@ impl Areas {
         let [input, output, scratch] = chunks;
         let staged = |count| if stages { area(count, chunk) } else { Some(0) };
         let staged_output_at = staged(input)?;
-        let scratch_at = staged_output_at.checked_add(staged(output)?)?;
-        let of_plain = area(scratch, chunk)?;
-        let of_packets = if has_packets { area(scratch, Layout::packets(chunk)?)? } else { 0 };
+        let plain = area(scratch, chunk)?;
+        let packets = if has_packets { area(scratch, Layout::packets(chunk)?)? } else { 0 };
         let header = if has_packets { HEADER as usize } else { 0 };
         Some(Self {
             staged_output_at,
-            scratch_at,
-            plain: scratch_at.checked_add(of_plain)?,
-            packets: header.checked_add(of_packets)?,
-            scratch: of_plain.checked_add(of_packets)?,
+            bytes: [staged_output_at.checked_add(staged(output)?)?, plain, header.checked_add(packets)?],
+            scratch: plain.checked_add(packets)?,
         })
     }
 }
 
-/// The arenas of a plan, of which each was enough for all sizes until a larger one came. Packets have arenas of their own, in which
-/// never anything else lies, and flags of their own.
+/// Arenas for staged tensors, plain scratch and packets.
+pub(super) type Arenas = [Option<Arc<CudaArena>>; 3];
+
+/// The arenas of a plan, of which each was enough for all sizes until a larger one came.
+///
+/// * Staged tensors lie apart from scratch: a rank stages its input before ranks meet, when peers may still access its scratch in the
+///   launch before, of another size perhaps. (They do not access its staged tensors any more: in a proved plan all accesses to a
+///   rank's input and output are over when the rank has ended.)
+/// * Packets lie where never anything else does, and each of their arenas has flags of its own.
 #[derive(Default)]
-pub(super) struct Workspace {
-    plain: Vec<Arc<CudaArena>>,
-    packets: Vec<Arc<CudaArena>>,
-}
+pub(super) struct Workspace([Vec<Arc<CudaArena>>; 3]);
 
 impl Workspace {
     /// The arenas for some areas, which are made if there are none. All ranks call it together.
@@ -162,20 +160,23 @@ impl Workspace {
         comm: &Communicator,
         context: &Context,
         areas: &Areas,
-    ) -> Result<[Option<Arc<CudaArena>>; 2], FabricError> {
-        let reserve = |arenas: &mut Vec<Arc<CudaArena>>, bytes: usize| -> Result<_, FabricError> {
+    ) -> Result<Arenas, FabricError> {
+        let mut reserved = Arenas::default();
+        for ((arenas, bytes), reserved) in self.0.iter_mut().zip(areas.bytes).zip(&mut reserved) {
             if bytes == 0 {
-                return Ok(None);
+                continue;
             }
             let known = arenas.iter().find(|arena| arena.len() >= bytes).cloned();
-            if known.is_some() {
-                return Ok(known);
-            }
-            let made = Arc::new(CudaArena::new(comm, context, bytes, 0)?);
-            arenas.push(made.clone());
-            Ok(Some(made))
-        };
-        Ok([reserve(&mut self.plain, areas.plain)?, reserve(&mut self.packets, areas.packets)?])
+            *reserved = Some(match known {
+                Some(known) => known,
+                None => {
+                    let made = Arc::new(CudaArena::new(comm, context, bytes, 0)?);
+                    arenas.push(made.clone());
+                    made
+                }
+            });
+        }
+        Ok(reserved)
     }
 }
 
@@ -184,8 +185,7 @@ pub(super) struct Places<'a> {
     pub(super) rank: usize,
     pub(super) counters: &'a Counters,
     pub(super) writers: &'a Writers,
-    pub(super) plain: Option<&'a CudaArena>,
-    pub(super) packets: Option<&'a CudaArena>,
+    pub(super) arenas: &'a Arenas,
     pub(super) areas: Areas,
     /// Bytes of a chunk.
     pub(super) chunk: usize,
@@ -212,7 +212,7 @@ impl Places<'_> {
 
     /// The flags of this rank's blocks.
     pub(super) fn flags(&self) -> u64 {
-        self.packets.unwrap_or(self.counters.arena()).pointer(self.rank).0
+        self.arenas[2].as_deref().unwrap_or(self.counters.arena()).pointer(self.rank).0
     }
 
     /// The counter of this rank's blocks that have cleared packets.
@@ -222,26 +222,25 @@ impl Places<'_> {
 
     /// The packets that come to this rank: where they begin, and how many bytes they have.
     pub(super) fn packets(&self) -> [u64; 2] {
-        self.packets
-            .map_or([0; 2], |arena| [arena.pointer(self.rank).0 + HEADER, arena.len() as u64 - HEADER])
+        let packets =
+            |arena: &Arc<CudaArena>| [arena.pointer(self.rank).0 + HEADER, arena.len() as u64 - HEADER];
+        self.arenas[2].as_ref().map_or([0; 2], packets)
     }
 
     /// A region of a rank as this rank's GPU sees it, and the bytes of a chunk there.
     pub(super) fn region(&self, rank: usize, region: Region) -> (Base, u64, usize) {
-        let within =
-            |arena: Option<&CudaArena>, at: usize| arena.map_or(0, |arena| arena.pointer(rank).0) + at as u64;
-        let plain = |at| (Base::Absolute, within(self.plain, at), self.chunk);
+        let within = |kind: usize, at: usize, stride| {
+            let start = self.arenas[kind].as_ref().map_or(0, |arena| arena.pointer(rank).0);
+            (Base::Absolute, start + at as u64, stride)
+        };
         match region {
             Region::Input => (Base::OfInput, 0, self.chunk),
             Region::Output => (Base::OfOutput, 0, self.chunk),
             // No tensor is in memory that peers reach, so what they touch is staged.
-            Region::SharedInput | Region::StagedInput => plain(0),
-            Region::SharedOutput | Region::StagedOutput => plain(self.areas.staged_output_at),
-            Region::Scratch => plain(self.areas.scratch_at),
-            Region::Packets => {
-                let stride = Layout::packets(self.chunk).unwrap_or(0);
-                (Base::Absolute, within(self.packets, HEADER as usize), stride)
-            }
+            Region::SharedInput | Region::StagedInput => within(0, 0, self.chunk),
+            Region::SharedOutput | Region::StagedOutput => within(0, self.areas.staged_output_at, self.chunk),
+            Region::Scratch => within(1, 0, self.chunk),
+            Region::Packets => within(2, HEADER as usize, Layout::packets(self.chunk).unwrap_or(0)),
         }
     }
 

@@ -7,7 +7,7 @@ use antiphon_device::{
     sync::Mutex,
 };
 use antiphon_fabric::{
-    Communicator, CudaArena, FabricError, Operation, Signature,
+    Communicator, FabricError, Operation, Signature,
     gpu::{MAX_BLOCKS, Tenant, UntilIdle},
 };
 use antiphon_plan::{Extent, Plan, Wiring, verify::VerifiedPlan};
@@ -15,7 +15,7 @@ use antiphon_tensor::{DType, Device, TensorError};
 
 use super::{
     family::{Interpreter, PlanCall},
-    memory::{Areas, Counters, Places, Workspace, Writers},
+    memory::{Areas, Arenas, Counters, Places, Workspace, Writers},
     table::{Base, Table},
     tenants::{Tenants, lock},
 };
@@ -76,7 +76,7 @@ pub(super) struct Prepared {
     pub(super) loads: Vec<Copy>,
     pub(super) stores: Vec<Copy>,
     _table: DeviceMemory,
-    _arenas: [Option<Arc<CudaArena>>; 2],
+    _arenas: Arenas,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -293,19 +293,12 @@ impl CudaPlan {
         })
     }
 
-    fn prepared(
-        &self,
-        key: Key,
-        program: Program,
-        areas: Areas,
-        arenas: [Option<Arc<CudaArena>>; 2],
-    ) -> Result<Prepared> {
+    fn prepared(&self, key: Key, program: Program, areas: Areas, arenas: Arenas) -> Result<Prepared> {
         let places = Places {
             rank: self.rank,
             counters: &self.memory.counters,
             writers: &self.writers,
-            plain: arenas[0].as_deref(),
-            packets: arenas[1].as_deref(),
+            arenas: &arenas,
             areas,
             chunk: key.chunk,
         };

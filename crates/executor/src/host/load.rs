@@ -70,10 +70,10 @@ impl LoadedPlan {
     /// among their calls.
     ///
     /// # Errors
-    /// On all ranks, whose communicator stays usable: [`ExecutorError::Plan`] if [`Plan::check`] refuses it,
-    /// [`WorldSize`](ExecutorError::WorldSize), [`Buffers`](ExecutorError::Buffers),
-    /// [`Operation`](ExecutorError::Operation) if it leaves a buffer, [`PlansDiffer`](ExecutorError::PlansDiffer), and
-    /// [`Fabric`](ExecutorError::Fabric) when there is no memory, or the ranks share none.
+    /// On all ranks, whose communicator stays usable: [`ExecutorError::Plan`](crate::ExecutorError::Plan) if [`Plan::check`] refuses it,
+    /// [`WorldSize`](crate::ExecutorError::WorldSize), [`Buffers`](crate::ExecutorError::Buffers),
+    /// [`Operation`](crate::ExecutorError::Operation) if it leaves a buffer, [`PlansDiffer`](crate::ExecutorError::PlansDiffer), and
+    /// [`Fabric`](crate::ExecutorError::Fabric) when there is no memory, or the ranks share none.
     pub fn load(comm: &Communicator, plan: &VerifiedPlan, options: Options) -> Result<Self> {
         Self::load_up_to(comm, plan.plan().clone(), options, plan.report().largest_chunk)
     }
@@ -143,7 +143,7 @@ impl LoadedPlan {
     /// other. All ranks call it together, with tensors of the same sizes.
     ///
     /// # Errors
-    /// See [`ExecutorError`]. Tensors that do not fit are refused before anything happens.
+    /// See [`ExecutorError`](crate::ExecutorError). Tensors that do not fit are refused before anything happens.
     pub fn execute<'i, 'o>(
         &mut self,
         comm: &Communicator,
@@ -159,7 +159,7 @@ impl LoadedPlan {
     /// the other is this rank's own part of it.
     ///
     /// # Errors
-    /// As [`execute`](Self::execute); [`Buffers`](ExecutorError::Buffers) if neither is a whole number of times the other.
+    /// As [`execute`](Self::execute); [`Buffers`](crate::ExecutorError::Buffers) if neither is a whole number of times the other.
     pub fn execute_in_place<'o>(
         &mut self,
         comm: &Communicator,

@@ -74,6 +74,21 @@ fn all_reduces_have_the_hosts_bits_on_8() {
     all_reduces(8, &[200, 5]);
 }
 
+#[test]
+fn a_rank_that_is_alone_on_1_gpus() {
+    let text = r#"{"name": "copy", "collective": "test", "gpus": [{
+        "id": 0, "input_chunks": 1, "output_chunks": 1, "scratch_chunks": 0, "channels": [],
+        "threadblocks": [{"id": 0, "channels": [], "remote_buffer_refs": [], "ops": [
+            {"name": "copy", "src_buff": [{"type": "i", "index": 0, "size": 1}],
+             "dst_buff": [{"type": "o", "index": 0, "size": 1}]}]}]}]}"#;
+    let plan = proved(Plan::from_json(text.as_bytes()).unwrap());
+    on_gpus(1, |rank| {
+        let mut both = Both::load(rank, &plan, CudaOptions::default())?;
+        both.compare::<f32>(100, 0, 0)?;
+        both.compare::<bf16>(104, 1, 1)
+    });
+}
+
 fn whole_library(world_size: usize, chunks: &[usize]) {
     for (algorithm, setting) in library(None, world_size as u32) {
         let plan = proved(algorithm.plan(&setting).unwrap());
