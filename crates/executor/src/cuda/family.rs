@@ -46,6 +46,8 @@ pub(super) struct Interpreter {
 }
 
 impl Interpreter {
+    /// The threads that the blocks of a grid on a multiprocessor have together.
+    pub(super) const THREADS: u32 = 512;
     /// The most blocks of a grid on a multiprocessor.
     pub(super) const MOST_PER_MULTIPROCESSOR: u32 = 4;
 
@@ -90,7 +92,7 @@ impl Family for Interpreter {
     }
 
     fn threads(&self) -> u32 {
-        512 / self.per_multiprocessor
+        Self::THREADS / self.per_multiprocessor
     }
 
     fn most_blocks(&self, _world_size: usize) -> u32 {

@@ -4,10 +4,10 @@ use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
 use antiphon_device::cuda::{Context, memory};
 use antiphon_fabric::{Communicator, CudaArena, FabricError};
-use antiphon_plan::{Block, ChannelType, Mode, OpKind, Plan, Rank};
+use antiphon_plan::{Block, Mode, OpKind, Plan, Rank};
 
 use super::table::{Base, Item};
-use crate::layout::{Base as Region, Layout, Operand};
+use crate::layout::{self, Base as Region, Layout, Operand};
 
 /// Where counters and packets begin in their arenas, behind the flags of each block and the counter of blocks that clear packets.
 pub(super) const HEADER: u64 = 4096;
@@ -29,17 +29,13 @@ impl Counters {
     /// Allocates them. All ranks call it together.
     pub(super) fn new(comm: &Communicator, context: &Context, plan: &Plan) -> Result<Self, FabricError> {
         let rank = comm.rank();
-        let peers = |rank: usize| {
-            let of = |channel_type| plan.gpus[rank].peers(channel_type).iter().map(|peer| peer.index());
-            of(ChannelType::Memory).chain(of(ChannelType::Port)).collect::<Vec<_>>()
-        };
-        let most =
-            |count: fn(&Plan, usize) -> usize| (0..plan.gpus.len()).map(|rank| count(plan, rank)).max();
-        let channels = (0..plan.gpus.len()).map(|rank| peers(rank).len()).max().unwrap_or(0);
-        let semaphores = most(|plan, rank| plan.gpus[rank].semaphores.len()).unwrap_or(0);
-        let counters = channels + semaphores + most(barriers).unwrap_or(0);
+        let most = |count: &dyn Fn(usize) -> usize| (0..plan.gpus.len()).map(count).max().unwrap_or(0);
+        let channels = most(&|rank| layout::channels(plan, rank).count());
+        let semaphores = most(&|rank| plan.gpus[rank].semaphores.len());
+        let counters = channels + semaphores + most(&|rank| barriers(plan, rank));
         let arena = CudaArena::new(comm, context, HEADER as usize + counters * COUNTER as usize, 0)?;
-        let counters = Self { arena, channels, semaphores, peers: peers(rank) };
+        let peers = layout::channels(plan, rank).map(|(.., peer)| peer.index()).collect();
+        let counters = Self { arena, channels, semaphores, peers };
         let begun = counters.begin(rank, plan).map_err(FabricError::from);
         comm.agree("cannot set its semaphores", begun)?;
         Ok(counters)
@@ -67,20 +63,25 @@ impl Counters {
     }
 }
 
-/// How many barriers the blocks of a rank have.
-fn barriers(plan: &Plan, rank: usize) -> usize {
-    let mut seen = BTreeSet::new();
-    let mut note = |kind: &OpKind| {
-        if let OpKind::Barrier { barrier, .. } = kind {
-            seen.insert(*barrier);
-        }
-    };
-    for op in Block::all(plan).filter(|block| block.rank().index() == rank).flat_map(|block| &block.get().ops)
-    {
+/// Calls `note` for each operation of a block, those in pipelines too.
+fn each_op(block: &Block<'_>, mut note: impl FnMut(&OpKind)) {
+    for op in &block.get().ops {
         note(&op.kind);
         if let OpKind::Pipeline(pipeline) = &op.kind {
             pipeline.ops.iter().for_each(|op| note(&op.kind));
         }
+    }
+}
+
+/// How many barriers the blocks of a rank have.
+fn barriers(plan: &Plan, rank: usize) -> usize {
+    let mut seen = BTreeSet::new();
+    for block in Block::all(plan).filter(|block| block.rank().index() == rank) {
+        each_op(&block, |kind| {
+            if let OpKind::Barrier { barrier, .. } = kind {
+                seen.insert(*barrier);
+            }
+        });
     }
     seen.len()
 }
@@ -92,19 +93,13 @@ impl Writers {
     pub(super) fn new(plan: &Plan, rank: usize) -> Self {
         let mut writers = Vec::new();
         for block in Block::all(plan) {
-            let mut note = |kind: &OpKind| {
+            each_op(&block, |kind| {
                 block.accesses(kind, |access| {
                     if access.packets && access.mode == Mode::Write && access.rank == Rank(rank as u32) {
                         writers.push((access.chunks, block.rank().index()));
                     }
                 });
-            };
-            for op in &block.get().ops {
-                note(&op.kind);
-                if let OpKind::Pipeline(pipeline) = &op.kind {
-                    pipeline.ops.iter().for_each(|op| note(&op.kind));
-                }
-            }
+            });
         }
         writers.sort_by_key(|(_, writer)| *writer == rank); // a peer is to blame rather than this rank
         Self(writers)
@@ -115,15 +110,12 @@ impl Writers {
     }
 }
 
-/// Bytes of the areas that hold what peers touch, for chunks of some size.
+/// Bytes of the areas that hold what peers touch, for chunks of some size. An area of which there is none has 0.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Areas {
     staged_output_at: usize,
-    scratch_at: usize,
-    /// Bytes of staging and plain scratch.
-    pub(super) plain: usize,
-    /// Bytes of packets with their header; 0 if there are none.
-    pub(super) packets: usize,
+    /// Staged tensors, plain scratch, and packets behind their header: each in an arena.
+    bytes: [usize; 3],
     /// Bytes of scratch, with packets.
     pub(super) scratch: usize,
 }
@@ -138,27 +130,28 @@ impl Areas {
         let [input, output, scratch] = chunks;
         let staged = |count| if stages { area(count, chunk) } else { Some(0) };
         let staged_output_at = staged(input)?;
-        let scratch_at = staged_output_at.checked_add(staged(output)?)?;
-        let of_plain = area(scratch, chunk)?;
-        let of_packets = if has_packets { area(scratch, Layout::packets(chunk)?)? } else { 0 };
+        let plain = area(scratch, chunk)?;
+        let packets = if has_packets { area(scratch, Layout::packets(chunk)?)? } else { 0 };
         let header = if has_packets { HEADER as usize } else { 0 };
         Some(Self {
             staged_output_at,
-            scratch_at,
-            plain: scratch_at.checked_add(of_plain)?,
-            packets: header.checked_add(of_packets)?,
-            scratch: of_plain.checked_add(of_packets)?,
+            bytes: [staged_output_at.checked_add(staged(output)?)?, plain, header.checked_add(packets)?],
+            scratch: plain.checked_add(packets)?,
         })
     }
 }
 
-/// The arenas of a plan, of which each was enough for all sizes until a larger one came. Packets have arenas of their own, in which
-/// never anything else lies, and flags of their own.
+/// Arenas for staged tensors, plain scratch and packets.
+pub(super) type Arenas = [Option<Arc<CudaArena>>; 3];
+
+/// The arenas of a plan, of which each was enough for all sizes until a larger one came.
+///
+/// * Staged tensors lie apart from scratch: a rank stages its input before ranks meet, when peers may still access its scratch in the
+///   launch before, of another size perhaps. (They do not access its staged tensors any more: in a proved plan all accesses to a
+///   rank's input and output are over when the rank has ended.)
+/// * Packets lie where never anything else does, and each of their arenas has flags of its own.
 #[derive(Default)]
-pub(super) struct Workspace {
-    plain: Vec<Arc<CudaArena>>,
-    packets: Vec<Arc<CudaArena>>,
-}
+pub(super) struct Workspace([Vec<Arc<CudaArena>>; 3]);
 
 impl Workspace {
     /// The arenas for some areas, which are made if there are none. All ranks call it together.
@@ -167,20 +160,23 @@ impl Workspace {
         comm: &Communicator,
         context: &Context,
         areas: &Areas,
-    ) -> Result<[Option<Arc<CudaArena>>; 2], FabricError> {
-        let reserve = |arenas: &mut Vec<Arc<CudaArena>>, bytes: usize| -> Result<_, FabricError> {
+    ) -> Result<Arenas, FabricError> {
+        let mut reserved = Arenas::default();
+        for ((arenas, bytes), reserved) in self.0.iter_mut().zip(areas.bytes).zip(&mut reserved) {
             if bytes == 0 {
-                return Ok(None);
+                continue;
             }
             let known = arenas.iter().find(|arena| arena.len() >= bytes).cloned();
-            if known.is_some() {
-                return Ok(known);
-            }
-            let made = Arc::new(CudaArena::new(comm, context, bytes, 0)?);
-            arenas.push(made.clone());
-            Ok(Some(made))
-        };
-        Ok([reserve(&mut self.plain, areas.plain)?, reserve(&mut self.packets, areas.packets)?])
+            *reserved = Some(match known {
+                Some(known) => known,
+                None => {
+                    let made = Arc::new(CudaArena::new(comm, context, bytes, 0)?);
+                    arenas.push(made.clone());
+                    made
+                }
+            });
+        }
+        Ok(reserved)
     }
 }
 
@@ -189,8 +185,7 @@ pub(super) struct Places<'a> {
     pub(super) rank: usize,
     pub(super) counters: &'a Counters,
     pub(super) writers: &'a Writers,
-    pub(super) plain: Option<&'a CudaArena>,
-    pub(super) packets: Option<&'a CudaArena>,
+    pub(super) arenas: &'a Arenas,
     pub(super) areas: Areas,
     /// Bytes of a chunk.
     pub(super) chunk: usize,
@@ -217,7 +212,7 @@ impl Places<'_> {
 
     /// The flags of this rank's blocks.
     pub(super) fn flags(&self) -> u64 {
-        self.packets.unwrap_or(self.counters.arena()).pointer(self.rank).0
+        self.arenas[2].as_deref().unwrap_or(self.counters.arena()).pointer(self.rank).0
     }
 
     /// The counter of this rank's blocks that have cleared packets.
@@ -227,26 +222,25 @@ impl Places<'_> {
 
     /// The packets that come to this rank: where they begin, and how many bytes they have.
     pub(super) fn packets(&self) -> [u64; 2] {
-        self.packets
-            .map_or([0; 2], |arena| [arena.pointer(self.rank).0 + HEADER, arena.len() as u64 - HEADER])
+        let packets =
+            |arena: &Arc<CudaArena>| [arena.pointer(self.rank).0 + HEADER, arena.len() as u64 - HEADER];
+        self.arenas[2].as_ref().map_or([0; 2], packets)
     }
 
     /// A region of a rank as this rank's GPU sees it, and the bytes of a chunk there.
     pub(super) fn region(&self, rank: usize, region: Region) -> (Base, u64, usize) {
-        let within =
-            |arena: Option<&CudaArena>, at: usize| arena.map_or(0, |arena| arena.pointer(rank).0) + at as u64;
-        let plain = |at| (Base::Absolute, within(self.plain, at), self.chunk);
+        let within = |kind: usize, at: usize, stride| {
+            let start = self.arenas[kind].as_ref().map_or(0, |arena| arena.pointer(rank).0);
+            (Base::Absolute, start + at as u64, stride)
+        };
         match region {
             Region::Input => (Base::OfInput, 0, self.chunk),
             Region::Output => (Base::OfOutput, 0, self.chunk),
             // No tensor is in memory that peers reach, so what they touch is staged.
-            Region::SharedInput | Region::StagedInput => plain(0),
-            Region::SharedOutput | Region::StagedOutput => plain(self.areas.staged_output_at),
-            Region::Scratch => plain(self.areas.scratch_at),
-            Region::Packets => {
-                let stride = Layout::packets(self.chunk).unwrap_or(0);
-                (Base::Absolute, within(self.packets, HEADER as usize), stride)
-            }
+            Region::SharedInput | Region::StagedInput => within(0, 0, self.chunk),
+            Region::SharedOutput | Region::StagedOutput => within(0, self.areas.staged_output_at, self.chunk),
+            Region::Scratch => within(1, 0, self.chunk),
+            Region::Packets => within(2, HEADER as usize, Layout::packets(self.chunk).unwrap_or(0)),
         }
     }
 

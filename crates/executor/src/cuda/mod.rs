@@ -73,9 +73,13 @@
 //!
 //! ## Limits
 //!
-//! Between 2 to 8 ranks of one machine. A message is done in one launch: its chunks must be within what is proved, and its scratch
+//! Proofs are of the host's memory so far, where a packet also publishes what its writer did before. A plan in which nothing but packets
+//! announces *plain* data passes such a proof, and may read old data here. No plan of the library is like that.
+//!
+//! Between up to 8 ranks of one machine. A message is done in one launch: its chunks must be within what is proved, and its scratch
 //! within [`CudaOptions::most_scratch`]. All numeric dtypes, whose tensors may begin at any element.
 
+mod call;
 mod family;
 #[cfg(test)]
 mod machine_code;
@@ -83,5 +87,6 @@ mod memory;
 mod plan;
 mod report;
 mod table;
+mod tenants;
 
 pub use plan::{CudaOptions, CudaPlan};

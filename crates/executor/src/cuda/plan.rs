@@ -1,30 +1,26 @@
-//! Loading plans, making them ready and executing them.
+//! Loading plans, and making them ready.
 
-use std::{
-    cell::RefCell,
-    sync::{Arc, MutexGuard, PoisonError},
-};
+use std::sync::Arc;
 
 use antiphon_device::{
-    cuda::{Context, DeviceMemory, DevicePointer, GaveUp, StreamRef, memory},
+    cuda::{Context, DeviceMemory, DevicePointer, memory},
     sync::Mutex,
 };
 use antiphon_fabric::{
-    Communicator, CudaArena, FabricError, Operation, Signature,
-    gpu::{Family as _, Grid, Launch, Pieces, Tenant, UntilIdle, Work},
+    Communicator, FabricError, Operation, Signature,
+    gpu::{MAX_BLOCKS, Tenant, UntilIdle},
 };
-use antiphon_plan::{BufferType, Extent, Plan, Rank, Wiring, verify::VerifiedPlan};
-use antiphon_tensor::{DType, Device, TensorError, TensorView, TensorViewMut};
+use antiphon_plan::{Extent, Plan, Wiring, verify::VerifiedPlan};
+use antiphon_tensor::{DType, Device, TensorError};
 
 use super::{
-    family::{Interpreter, InterpreterKernel, PlanCall},
-    memory::{Areas, Counters, Places, Workspace, Writers},
-    report::waiting,
+    family::{Interpreter, PlanCall},
+    memory::{Areas, Arenas, Counters, Places, Workspace, Writers},
     table::{Base, Table},
+    tenants::{Tenants, lock},
 };
 use crate::{
     ExecutorError, PacketKind,
-    arguments::Arguments,
     error::Result,
     layout::{Checked, Mode, Move, Program, Target, compile},
 };
@@ -44,88 +40,58 @@ impl Default for CudaOptions {
     }
 }
 
-/// The tenants that execute the plans of a communicator, by the ordinals of their GPUs. They live as long as the communicator.
-#[derive(Default)]
-struct Tenants(RefCell<Vec<(u32, Arc<Mutex<Tenant>>)>>);
-
-impl Tenants {
-    /// The tenant on the GPU of a context. All ranks call it together.
-    fn of(comm: &Communicator, context: &Context) -> Result<Arc<Mutex<Tenant>>, FabricError> {
-        let ordinal = context.device().ordinal();
-        let tenants = comm.extension(|_| Ok::<_, FabricError>(Self::default()))?;
-        let known =
-            tenants.0.borrow().iter().find(|(gpu, _)| *gpu == ordinal).map(|(_, tenant)| tenant.clone());
-        let all = comm.exchange_objects(&known.is_some())?;
-        if let Some(rank) = all.iter().position(|&theirs| theirs != known.is_some()) {
-            return Err(FabricError::invalid(format!(
-                "rank {} has plans on GPU {ordinal} {}, and rank {rank} {}: each rank loads all of its plans on one GPU",
-                comm.rank(),
-                if known.is_some() { "already" } else { "for the first time" },
-                if known.is_some() { "for the first time" } else { "already" },
-            )));
-        }
-        if let Some(known) = known {
-            return Ok(known);
-        }
-        let made = Tenant::with_one_channel(comm, context, Tenant::LEAST_STAGING_BYTES)?;
-        let made = Arc::new(Mutex::new(made));
-        tenants.0.borrow_mut().push((ordinal, made.clone()));
-        Ok(made)
-    }
-}
-
 /// A proved plan that is ready to run between the GPUs of a communicator's ranks; see [the module's page](super).
 pub struct CudaPlan {
-    plan: Plan,
-    name: String,
-    digest: u32,
-    rank: usize,
-    options: CudaOptions,
+    pub(super) plan: Plan,
+    pub(super) name: String,
+    pub(super) digest: u32,
+    pub(super) rank: usize,
+    pub(super) options: CudaOptions,
     /// Bytes of the largest chunk that is proved; if none, all are.
-    largest_chunk: Option<u64>,
-    wiring: Wiring,
-    checked: Checked,
-    writers: Writers,
-    per_multiprocessor: u32,
-    context: Context,
-    memory: UntilIdle<Memory>,
-    tenant: Arc<Mutex<Tenant>>,
+    pub(super) largest_chunk: Option<u64>,
+    pub(super) wiring: Wiring,
+    pub(super) checked: Checked,
+    pub(super) writers: Writers,
+    pub(super) per_multiprocessor: u32,
+    pub(super) context: Context,
+    pub(super) memory: UntilIdle<Memory>,
+    pub(super) tenant: Arc<Mutex<Tenant>>,
 }
 
 /// What kernels use.
-struct Memory {
-    counters: Counters,
-    workspace: Workspace,
-    prepared: Vec<Prepared>,
+pub(super) struct Memory {
+    pub(super) counters: Counters,
+    pub(super) workspace: Workspace,
+    pub(super) prepared: Vec<Prepared>,
 }
 
 /// A size for which the plan is ready.
-struct Prepared {
-    key: Key,
-    signature: Signature,
-    program: Program,
-    origins: Vec<Option<(u32, u32)>>,
-    call: PlanCall,
+pub(super) struct Prepared {
+    pub(super) key: Key,
+    pub(super) signature: Signature,
+    pub(super) program: Program,
+    pub(super) origins: Vec<Option<(u32, u32)>>,
+    pub(super) call: PlanCall,
     /// Copies before and after the kernel.
-    loads: Vec<Copy>,
-    stores: Vec<Copy>,
+    pub(super) loads: Vec<Copy>,
+    pub(super) stores: Vec<Copy>,
     _table: DeviceMemory,
-    _arenas: [Option<Arc<CudaArena>>; 2],
+    _arenas: Arenas,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Key {
-    dtype: DType,
-    chunk: usize,
-    in_place: bool,
+pub(super) struct Key {
+    pub(super) dtype: DType,
+    pub(super) chunk: usize,
+    pub(super) in_place: bool,
 }
 
 /// Bytes to copy between tensors and staging.
 #[derive(Debug, Clone, Copy)]
-struct Copy {
-    from: (Base, u64),
-    to: (Base, u64),
-    bytes: usize,
+pub(super) struct Copy {
+    pub(super) from: (Base, u64),
+    pub(super) to: (Base, u64),
+    pub(super) bytes: usize,
 }
 
 impl std::fmt::Debug for CudaPlan {
@@ -199,8 +165,8 @@ impl CudaPlan {
     ///
     /// # Errors
     /// On all ranks: [`ExecutorError::Plan`] for a size that the plan does not serve, [`Tensor`](ExecutorError::Tensor) for a dtype
-    /// without arithmetic, [`Operation`](ExecutorError::Operation), [`Unproved`](ExecutorError::Unproved) for chunks that are larger
-    /// than the proof's, [`Buffers`](ExecutorError::Buffers) for more scratch than the options allow, and
+    /// without arithmetic, [`Operation`](ExecutorError::Operation), [`Buffers`](ExecutorError::Buffers) for chunks that are larger
+    /// than the proof's and for more scratch than the options allow, and
     /// [`Fabric`](ExecutorError::Fabric) without memory or NVRTC.
     pub fn prepare(&mut self, comm: &Communicator, dtype: DType, bytes: usize) -> Result<()> {
         let call = Signature {
@@ -232,60 +198,6 @@ impl CudaPlan {
         Ok(())
     }
 
-    /// Executes the plan on an input and an output: contiguous tensors of one dtype on this rank's GPU, apart from each other. All
-    /// ranks call it together, with tensors of the same sizes. It returns at once; the stream does the work, behind the plans of
-    /// this communicator that were executed before, on whatever stream.
-    ///
-    /// # Errors
-    /// See [`ExecutorError`]. Tensors that do not fit are refused before anything happens, as is a size that was not
-    /// [prepared](Self::prepare). An earlier failure is returned as by [`check`](Self::check).
-    ///
-    /// # Safety
-    /// The tensors' memory is valid until the stream has passed the call, and nothing else uses it until then but work of the
-    /// stream's order. A framework's stream lives until the next plan of the communicator is executed.
-    pub unsafe fn execute<'i, 'o, 's>(
-        &self,
-        input: impl Into<TensorView<'i>>,
-        output: impl Into<TensorViewMut<'o>>,
-        stream: impl Into<StreamRef<'s>>,
-    ) -> Result<()> {
-        let (input, mut output) = (input.into(), output.into());
-        let call = Arguments::apart(self.device(), &input, &mut output)?;
-        // SAFETY: the caller's promise.
-        unsafe { self.run(&call, stream.into()) }
-    }
-
-    /// [`execute`](Self::execute) with one buffer for input and output. If one is larger, the buffer is that one, and the other is
-    /// this rank's own part of it.
-    ///
-    /// # Errors
-    /// As [`execute`](Self::execute); [`Buffers`](ExecutorError::Buffers) if neither is a whole number of times the other.
-    ///
-    /// # Safety
-    /// As [`execute`](Self::execute).
-    pub unsafe fn execute_in_place<'o, 's>(
-        &self,
-        buffer: impl Into<TensorViewMut<'o>>,
-        stream: impl Into<StreamRef<'s>>,
-    ) -> Result<()> {
-        let mode = self.checked.in_place(&self.name)?;
-        let shift = |buffer| mode.placements.shift(Rank(self.rank as u32), buffer);
-        let shifts = [shift(BufferType::Input), shift(BufferType::Output)];
-        let call = Arguments::together(self.device(), &mut buffer.into(), self.chunks(), shifts)?;
-        // SAFETY: the caller's promise.
-        unsafe { self.run(&call, stream.into()) }
-    }
-
-    /// Whether all executions that are over have done what they should. It does not wait: synchronise with the stream first.
-    ///
-    /// # Errors
-    /// [`ExecutorError::Stuck`], with the operation that waited in vain; [`Fabric`](ExecutorError::Fabric) for a rank that did not
-    /// come, or did something else, and from then on.
-    pub fn check(&self) -> Result<()> {
-        let tenant = lock(&self.tenant);
-        tenant.check().map_err(|error| self.explain(&tenant, error))
-    }
-
     /// Gives the plan's memory back, when all work of the context is over. All ranks call it together, when no graph that has
     /// executions of the plan is launched any more. (A plan that is dropped does the same.)
     ///
@@ -311,16 +223,16 @@ impl CudaPlan {
         Ok(stream.borrow().synchronize().map_err(FabricError::from)?)
     }
 
-    fn device(&self) -> Device {
+    pub(super) fn device(&self) -> Device {
         Device::Cuda(self.context.device().ordinal())
     }
 
     /// Chunks of input and output.
-    fn chunks(&self) -> [u64; 2] {
+    pub(super) fn chunks(&self) -> [u64; 2] {
         self.plan.gpus.first().map_or([0, 0], |gpu| [gpu.input_chunks, gpu.output_chunks])
     }
 
-    fn family(&self, dtype: DType) -> Interpreter {
+    pub(super) fn family(&self, dtype: DType) -> Interpreter {
         Interpreter::new(dtype, self.options.packets, self.per_multiprocessor)
     }
 
@@ -338,11 +250,13 @@ impl CudaPlan {
         };
         let extent = Extent::new(&self.plan, part(chunks[0]), part(chunks[1]))?;
         match self.largest_chunk {
-            Some(largest_chunk) if largest_chunk < extent.chunk() => Err(ExecutorError::Unproved {
+            Some(largest) if largest < extent.chunk() => Err(ExecutorError::Buffers {
                 plan: self.name.clone(),
-                largest_chunk,
-                chunk: extent.chunk(),
-                multiple: extent.chunk(),
+                what: format!(
+                    "it is proved for chunks of up to {largest} bytes, those of the message have {}, and a message is done in one \
+                     launch",
+                    extent.chunk()
+                ),
             }),
             _ => Ok(extent),
         }
@@ -379,19 +293,12 @@ impl CudaPlan {
         })
     }
 
-    fn prepared(
-        &self,
-        key: Key,
-        program: Program,
-        areas: Areas,
-        arenas: [Option<Arc<CudaArena>>; 2],
-    ) -> Result<Prepared> {
+    fn prepared(&self, key: Key, program: Program, areas: Areas, arenas: Arenas) -> Result<Prepared> {
         let places = Places {
             rank: self.rank,
             counters: &self.memory.counters,
             writers: &self.writers,
-            plain: arenas[0].as_deref(),
-            packets: arenas[1].as_deref(),
+            arenas: &arenas,
             areas,
             chunk: key.chunk,
         };
@@ -436,114 +343,35 @@ impl CudaPlan {
             _arenas: arenas,
         })
     }
-
-    /// # Safety
-    /// As [`execute`](Self::execute).
-    unsafe fn run(&self, call: &Arguments, stream: StreamRef<'_>) -> Result<()> {
-        let element = call.dtype.size();
-        for (which, address) in [("input", call.input as usize), ("output", call.output as usize)] {
-            if !address.is_multiple_of(element) {
-                let source = TensorError::Misaligned { address, dtype: call.dtype, align: element };
-                return Err(ExecutorError::Tensor { which, source });
-            }
-        }
-        let extent = Extent::new(&self.plan, call.input_bytes as u64, call.output_bytes as u64)?;
-        let key = Key { dtype: call.dtype, chunk: extent.chunk() as usize, in_place: call.in_place };
-        let prepared = self.memory.prepared.iter().find(|prepared| prepared.key == key);
-        let prepared = prepared.ok_or_else(|| ExecutorError::Unprepared {
-            plan: self.name.clone(),
-            dtype: call.dtype,
-            bytes: if self.plan.collective == "allgather" { call.output_bytes } else { call.input_bytes },
-        })?;
-        let tenant = lock(&self.tenant);
-        // SAFETY: the caller's promise.
-        let launched = unsafe { self.launch(&tenant, prepared, call, stream) };
-        launched.map_err(|error| self.explain(&tenant, error))
-    }
-
-    /// # Safety
-    /// As [`execute`](Self::execute).
-    unsafe fn launch(
-        &self,
-        tenant: &Tenant,
-        prepared: &Prepared,
-        call: &Arguments,
-        stream: StreamRef<'_>,
-    ) -> Result<(), FabricError> {
-        let family = self.family(prepared.key.dtype);
-        let loaded = tenant.ready(family, stream)?;
-        let copy_all = |copies: &[Copy]| {
-            let outcome = copies.iter().try_for_each(|copy| {
-                let [from, to] = [copy.from, copy.to].map(|(base, at)| match base {
-                    Base::Absolute => DevicePointer(at),
-                    Base::OfInput => DevicePointer(call.input as u64 + at),
-                    Base::OfOutput => DevicePointer(call.output as u64 + at),
-                });
-                match from == to || copy.bytes == 0 {
-                    true => Ok(()),
-                    // SAFETY: both ends hold the chunks: the tensors are as long as the plan's buffers, and staging has room for them.
-                    false => unsafe { memory::copy(stream, to, from, copy.bytes) },
-                }
-            });
-            outcome.or_else(|error| tenant.fail(error.into()))
-        };
-        copy_all(&prepared.loads)?;
-        let blocks = prepared.program.blocks.len().max(1) as u32;
-        let launch = |_, _, _| {
-            let (input, output) = (call.input as usize, call.output as usize);
-            let work = Work { input, output, ..Work::new(prepared.signature) };
-            let config = family.blocks(blocks, tenant.world_size());
-            Launch {
-                kernel: InterpreterKernel::Interpret,
-                grid: Grid::Exact { config, is_small: false },
-                work,
-                arguments: prepared.call,
-            }
-        };
-        // SAFETY: the table's addresses are those of this plan's memory, which lives until the context is idle, and of the caller's
-        // tensors; the blocks were found to fit.
-        unsafe { tenant.run(&loaded, Pieces { total: 1, most: 1, unit: 1 }, stream, launch) }?;
-        copy_all(&prepared.stores)
-    }
-
-    /// The error of a kernel of this plan that gave up, with the operation.
-    fn explain(&self, tenant: &Tenant, error: FabricError) -> ExecutorError {
-        let report = tenant.report().filter(|report| {
-            let waited = matches!(report.reason, GaveUp::Deadline | GaveUp::Aborted) && report.seen[1] > 0;
-            waited && !matches!(error, FabricError::Failed { .. })
-        });
-        let stuck = report.and_then(|report| {
-            let mut prepared = self.memory.prepared.iter();
-            let prepared = prepared.find(|prepared| prepared.signature.to_words() == report.doing)?;
-            let origin = *prepared.origins.get(usize::try_from(report.seen[1] - 1).ok()?)?;
-            waiting(&self.plan, Rank(self.rank as u32), &prepared.program, origin?, &report)
-        });
-        match stuck {
-            Some((place, waiting)) => ExecutorError::Stuck { place, waiting, reason: error.into() },
-            None => error.into(),
-        }
-    }
 }
 
 fn name_of(plan: &Plan) -> String {
     plan.name.clone().unwrap_or_default()
 }
 
-fn lock(tenant: &Mutex<Tenant>) -> MutexGuard<'_, Tenant> {
-    tenant.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// How many blocks of a plan each multiprocessor has, of `multiprocessors`.
 fn per_multiprocessor(plan: &Plan, multiprocessors: u32) -> Result<u32> {
     let blocks = plan.gpus.iter().map(|gpu| gpu.threadblocks.len()).max().unwrap_or(0);
     let most = Interpreter::MOST_PER_MULTIPROCESSOR;
-    let fits = |each: &u32| blocks <= (each * multiprocessors) as usize;
-    [1, 2, most].into_iter().find(fits).ok_or_else(|| ExecutorError::Occupancy {
-        plan: name_of(plan),
-        blocks,
-        threads: 512 / most,
-        fit: (most * multiprocessors) as usize,
-    })
+    let fits = |each: &u32| check_room(plan, blocks, *each, multiprocessors).is_ok();
+    match [1, 2].into_iter().find(fits) {
+        Some(each) => Ok(each),
+        None => check_room(plan, blocks, most, multiprocessors).map(|()| most),
+    }
+}
+
+/// Whether `blocks` blocks run at once, `each` on each multiprocessor.
+pub(super) fn check_room(plan: &Plan, blocks: usize, each: u32, multiprocessors: u32) -> Result<()> {
+    let fit = (each * multiprocessors).min(MAX_BLOCKS) as usize;
+    match blocks <= fit {
+        true => Ok(()),
+        false => Err(ExecutorError::Occupancy {
+            plan: name_of(plan),
+            blocks,
+            threads: Interpreter::THREADS / each,
+            fit,
+        }),
+    }
 }
 
 /// A move of chunks as a copy of bytes.

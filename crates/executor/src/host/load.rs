@@ -1,7 +1,7 @@
 //! Loading a plan: once, on all ranks together.
 
 use antiphon_fabric::{ArenaOffsets, Communicator, Operation, Signature};
-use antiphon_plan::{BufferType, ChannelId, ChannelType, Plan, Rank, Wiring, verify::VerifiedPlan};
+use antiphon_plan::{BufferType, Plan, Rank, Wiring, verify::VerifiedPlan};
 use antiphon_tensor::{Device, TensorView, TensorViewMut};
 
 use super::{
@@ -10,10 +10,9 @@ use super::{
     memory::{SyncArea, Workspace},
 };
 use crate::{
-    ExecutorError,
     arguments::Arguments,
     error::Result,
-    layout::{Base, Checked, Mode, PacketKind, Program},
+    layout::{Base, Checked, PacketKind, Program, channels},
 };
 
 /// How a plan is executed; the same on all ranks.
@@ -33,11 +32,7 @@ pub struct LoadedPlan {
     /// Bytes of the largest chunk that the plan may be run with; if none, of any.
     pub(super) largest_chunk: Option<u64>,
     pub(super) wiring: Wiring,
-    /// For calls on two tensors, and for calls in place if these are possible.
-    pub(super) modes: [Option<Mode>; 2],
-    /// The scratch chunks of the rank that has most.
-    pub(super) scratch_chunks: u64,
-    pub(super) uses_packets: bool,
+    pub(super) checked: Checked,
     pub(super) machine: Machine,
     pub(super) sync: SyncArea,
     /// None if it is shared with other plans.
@@ -75,10 +70,10 @@ impl LoadedPlan {
     /// among their calls.
     ///
     /// # Errors
-    /// On all ranks, whose communicator stays usable: [`ExecutorError::Plan`] if [`Plan::check`] refuses it,
-    /// [`WorldSize`](ExecutorError::WorldSize), [`Buffers`](ExecutorError::Buffers),
-    /// [`Operation`](ExecutorError::Operation) if it leaves a buffer, [`PlansDiffer`](ExecutorError::PlansDiffer), and
-    /// [`Fabric`](ExecutorError::Fabric) when there is no memory, or the ranks share none.
+    /// On all ranks, whose communicator stays usable: [`ExecutorError::Plan`](crate::ExecutorError::Plan) if [`Plan::check`] refuses it,
+    /// [`WorldSize`](crate::ExecutorError::WorldSize), [`Buffers`](crate::ExecutorError::Buffers),
+    /// [`Operation`](crate::ExecutorError::Operation) if it leaves a buffer, [`PlansDiffer`](crate::ExecutorError::PlansDiffer), and
+    /// [`Fabric`](crate::ExecutorError::Fabric) when there is no memory, or the ranks share none.
     pub fn load(comm: &Communicator, plan: &VerifiedPlan, options: Options) -> Result<Self> {
         Self::load_up_to(comm, plan.plan().clone(), options, plan.report().largest_chunk)
     }
@@ -117,7 +112,8 @@ impl LoadedPlan {
         let checked = comm.agree("cannot load its plan", checked)?;
         checked.same_everywhere(comm, &plan)?;
         let rank = comm.rank();
-        let most_channels = plan.gpus.iter().map(|gpu| channels(&plan, gpu.id).count()).max().unwrap_or(0);
+        let most_channels =
+            (0..comm.world_size()).map(|rank| channels(&plan, rank).count()).max().unwrap_or(0);
         let sync = SyncArea::new(comm, most_channels)?;
         let semaphores = plan.gpus[rank].semaphores.iter().map(|semaphore| semaphore.init_value).collect();
         Ok(Self {
@@ -127,10 +123,8 @@ impl LoadedPlan {
             packets: options.packets,
             largest_chunk,
             wiring: Wiring::new(&plan),
-            modes: checked.modes,
-            scratch_chunks: checked.scratch_chunks,
-            uses_packets: checked.uses_packets,
-            machine: Machine::new(channels(&plan, Rank(rank as u32)).collect(), semaphores),
+            checked,
+            machine: Machine::new(channels(&plan, rank).map(Channel::new).collect(), semaphores),
             sync,
             workspace: (!plan.reuse_resources).then(Workspace::default),
             programs: Vec::new(),
@@ -149,7 +143,7 @@ impl LoadedPlan {
     /// other. All ranks call it together, with tensors of the same sizes.
     ///
     /// # Errors
-    /// See [`ExecutorError`]. Tensors that do not fit are refused before anything happens.
+    /// See [`ExecutorError`](crate::ExecutorError). Tensors that do not fit are refused before anything happens.
     pub fn execute<'i, 'o>(
         &mut self,
         comm: &Communicator,
@@ -165,16 +159,13 @@ impl LoadedPlan {
     /// the other is this rank's own part of it.
     ///
     /// # Errors
-    /// As [`execute`](Self::execute); [`Buffers`](ExecutorError::Buffers) if neither is a whole number of times the other.
+    /// As [`execute`](Self::execute); [`Buffers`](crate::ExecutorError::Buffers) if neither is a whole number of times the other.
     pub fn execute_in_place<'o>(
         &mut self,
         comm: &Communicator,
         buffer: impl Into<TensorViewMut<'o>>,
     ) -> Result<()> {
-        let Some(mode) = &self.modes[1] else {
-            let what = "the parts of all ranks do not make a whole, so it cannot work in place".into();
-            return Err(ExecutorError::Buffers { plan: self.name.clone(), what });
-        };
+        let mode = self.checked.in_place(&self.name)?;
         let chunks = self.plan.gpus.first().map_or([0, 0], |gpu| [gpu.input_chunks, gpu.output_chunks]);
         let shift = |buffer| mode.placements.shift(Rank(self.rank as u32), buffer);
         let shifts = [shift(BufferType::Input), shift(BufferType::Output)];
@@ -191,19 +182,4 @@ impl LoadedPlan {
         comm.free_shared_buffer(self.sync.into_buffer())?;
         Ok(self.workspace.map_or(Ok(()), |workspace| workspace.free(comm))?)
     }
-}
-
-/// The memory channels of a rank, then its port channels: in the order of their counts.
-fn channels(plan: &Plan, rank: Rank) -> impl Iterator<Item = Channel> {
-    let of = move |channel_type| {
-        let peers = plan.gpus[rank.index()].peers(channel_type).iter().enumerate();
-        peers.map(move |(id, &peer)| Channel {
-            channel_type,
-            id: ChannelId(id as u32),
-            peer,
-            sent: 0,
-            taken: 0,
-        })
-    };
-    of(ChannelType::Memory).chain(of(ChannelType::Port))
 }

@@ -92,6 +92,13 @@ pub(super) struct Channel {
     pub(super) taken: u64,
 }
 
+impl Channel {
+    /// A channel through which no signal was sent.
+    pub(super) fn new((channel_type, id, peer): (ChannelType, ChannelId, Rank)) -> Self {
+        Channel { channel_type, id, peer, sent: 0, taken: 0 }
+    }
+}
+
 /// The state that lasts from launch to launch, and room for the rest so that no launch allocates.
 pub(super) struct Machine {
     pub(super) channels: Vec<Channel>,

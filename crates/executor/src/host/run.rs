@@ -96,7 +96,7 @@ impl LoadedPlan {
     /// Bytes of a slice of a chunk, for messages that are cut.
     fn slice(&self, extent: &Extent) -> usize {
         let gpu = &self.plan.gpus[self.rank];
-        let chunks = gpu.input_chunks.max(gpu.output_chunks).max(self.scratch_chunks).max(1);
+        let chunks = gpu.input_chunks.max(gpu.output_chunks).max(self.checked.scratch_chunks).max(1);
         let unit = least_common_multiple(extent.alignment(), 64).unwrap_or(u64::MAX);
         let wanted = (STAGE as u64 / chunks).max(LEAST_SLICE as u64);
         let slice = (wanted / unit).max(1).saturating_mul(unit);
@@ -110,7 +110,7 @@ impl LoadedPlan {
         let written = offsets(call, &rounds).put(&rounds);
         rounds.exchange(signature, written)?;
         let whole = |rank| offsets_of(&rounds, rank).all_symmetric();
-        Ok(self.scratch_chunks == 0 && (0..rounds.world_size()).all(whole))
+        Ok(self.checked.scratch_chunks == 0 && (0..rounds.world_size()).all(whole))
     }
 
     fn areas(&self, chunk: usize) -> Result<Areas> {
@@ -119,15 +119,18 @@ impl LoadedPlan {
         let areas = || {
             let staged_input = times(gpu.input_chunks, chunk)?.checked_next_multiple_of(64)?;
             let output = times(gpu.output_chunks, chunk)?.checked_next_multiple_of(64)?;
-            let plain = times(self.scratch_chunks, chunk)?.checked_next_multiple_of(64)?;
-            let packets = if self.uses_packets { Layout::packets(chunk)? } else { 0 };
-            let scratch = plain.checked_add(times(self.scratch_chunks, packets)?)?;
+            let plain = times(self.checked.scratch_chunks, chunk)?.checked_next_multiple_of(64)?;
+            let packets = if self.checked.uses_packets { Layout::packets(chunk)? } else { 0 };
+            let scratch = plain.checked_add(times(self.checked.scratch_chunks, packets)?)?;
             let double = self.plan.use_double_scratch_buffer;
             Some(Areas { staged_input, staging: staged_input.checked_add(output)?, plain, scratch, double })
         };
         areas().ok_or_else(|| ExecutorError::Buffers {
             plan: self.name.clone(),
-            what: format!("{} chunks of scratch of {chunk} bytes exceed the memory", self.scratch_chunks),
+            what: format!(
+                "{} chunks of scratch of {chunk} bytes exceed the memory",
+                self.checked.scratch_chunks
+            ),
         })
     }
 
@@ -169,8 +172,10 @@ impl LoadedPlan {
         if self.programs.iter().any(|(known, _)| *known == key) {
             return Ok(());
         }
-        let placements =
-            &self.modes[usize::from(key.in_place)].as_ref().expect("calls in place are possible").placements;
+        let placements = &self.checked.modes[usize::from(key.in_place)]
+            .as_ref()
+            .expect("calls in place are possible")
+            .placements;
         let program = compile(Target {
             plan: &self.plan,
             wiring: &self.wiring,
@@ -225,7 +230,7 @@ impl LoadedPlan {
     }
 
     fn mode(&self, call: &Arguments) -> &Mode {
-        self.modes[usize::from(call.in_place)].as_ref().expect("calls in place are possible")
+        self.checked.modes[usize::from(call.in_place)].as_ref().expect("calls in place are possible")
     }
 
     /// Fills in the addresses of every rank's chunks.

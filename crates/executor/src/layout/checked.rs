@@ -1,7 +1,7 @@
 //! What is checked of a plan when it is loaded, before any memory is taken for it.
 
 use antiphon_fabric::Communicator;
-use antiphon_plan::{Access, Block, BufferType, OpKind, Plan, Rank};
+use antiphon_plan::{Access, Block, BufferType, ChannelId, ChannelType, OpKind, Plan, Rank};
 use sha2::{Digest, Sha256};
 
 use super::{
@@ -117,6 +117,15 @@ impl Checked {
     pub(crate) fn short_digest(&self) -> u32 {
         u32::from_be_bytes([0, 1, 2, 3].map(|at| self.digest[at]))
     }
+}
+
+/// The memory channels of a rank, then its port channels: in the order of their counts.
+pub(crate) fn channels(plan: &Plan, rank: usize) -> impl Iterator<Item = (ChannelType, ChannelId, Rank)> {
+    let of = move |channel_type| {
+        let peers = plan.gpus[rank].peers(channel_type).iter().enumerate();
+        peers.map(move |(id, &peer)| (channel_type, ChannelId(id as u32), peer))
+    };
+    of(ChannelType::Memory).chain(of(ChannelType::Port))
 }
 
 /// All ranks have the same buffers, and not too many chunks.

@@ -9,8 +9,10 @@ mod placement;
 mod program;
 mod usage;
 
-pub(crate) use checked::{Checked, Mode};
+pub(crate) use checked::{Checked, Mode, channels};
 pub(crate) use compile::{Target, compile};
+#[cfg(test)]
+pub(crate) use placement::Placements;
 pub(crate) use placement::{Base, Move};
 pub(crate) use program::{Frame, Layout, Operand, Program, Reduction, Signal, Step, Work, slot};
 

@@ -56,11 +56,18 @@ pub fn proved(plan: Plan) -> VerifiedPlan {
     VerifiedPlan::new(plan, &Proof::default()).unwrap_or_else(|report| panic!("{report}"))
 }
 
-/// Values of every size and sign, whose sums depend on their order.
+/// Values of every size and sign, whose sums depend on their order. Some are special to floats: what they give has one form too.
 pub fn values<T: Element>(rank: usize, count: usize, seed: usize) -> Vec<T> {
     let value = |i: usize| {
         let mixed = (i * 2_654_435_761 + rank * 40_503 + seed * 7_919) % 65_521;
-        (mixed as f64 - 32_760.0) / 1024.0
+        match mixed % 101 {
+            3 => f64::NAN,
+            5 => -0.0,
+            7 => f64::INFINITY,
+            11 => f64::NEG_INFINITY,
+            13 => 1e-40, // subnormal in f32
+            _ => (mixed as f64 - 32_760.0) / 1024.0,
+        }
     };
     (0..count).map(|i| T::from_f64(value(i))).collect()
 }

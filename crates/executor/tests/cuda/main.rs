@@ -14,6 +14,12 @@ use antiphon_plan::{Plan, ReduceOp};
 use antiphon_tensor::{DType, bf16, with_dtype};
 use harness::{Both, on_gpus, proved};
 
+/// Plans may move between threads.
+const _: fn() = || {
+    fn is_send<T: Send>() {}
+    is_send::<antiphon_executor::cuda::CudaPlan>();
+};
+
 /// The algorithms of the library, or those of one collective, out of place and, where it works, in place, for chunks of any number of
 /// 4 bytes.
 fn library(collective: Option<&str>, ranks: u32) -> Vec<(&'static Algorithm, Setting)> {
@@ -24,7 +30,7 @@ fn library(collective: Option<&str>, ranks: u32) -> Vec<(&'static Algorithm, Set
         for inplace in [false, true] {
             let mut setting = Setting { inplace, unit_size: 48, ..Setting::new(ranks) };
             setting.options.buffer_alignment = 4;
-            let has_nodes = !algorithm.nodes || ranks > 2 && ranks.is_multiple_of(2);
+            let has_nodes = !algorithm.nodes || ranks.is_multiple_of(2);
             if has_nodes && (algorithm.inplace || !inplace) {
                 all.push((algorithm, setting));
             }
@@ -66,6 +72,21 @@ fn all_reduces_have_the_hosts_bits_on_4() {
 #[test]
 fn all_reduces_have_the_hosts_bits_on_8() {
     all_reduces(8, &[200, 5]);
+}
+
+#[test]
+fn a_rank_that_is_alone_on_1_gpus() {
+    let text = r#"{"name": "copy", "collective": "test", "gpus": [{
+        "id": 0, "input_chunks": 1, "output_chunks": 1, "scratch_chunks": 0, "channels": [],
+        "threadblocks": [{"id": 0, "channels": [], "remote_buffer_refs": [], "ops": [
+            {"name": "copy", "src_buff": [{"type": "i", "index": 0, "size": 1}],
+             "dst_buff": [{"type": "o", "index": 0, "size": 1}]}]}]}]}"#;
+    let plan = proved(Plan::from_json(text.as_bytes()).unwrap());
+    on_gpus(1, |rank| {
+        let mut both = Both::load(rank, &plan, CudaOptions::default())?;
+        both.compare::<f32>(100, 0, 0)?;
+        both.compare::<bf16>(104, 1, 1)
+    });
 }
 
 fn whole_library(world_size: usize, chunks: &[usize]) {

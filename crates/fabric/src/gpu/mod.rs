@@ -105,6 +105,7 @@ pub use family::{
 pub use idle::UntilIdle;
 pub use launch::{Grid, Launch, Pieces, Work};
 pub use reduction::{REDUCE, Reduction};
+pub use staging::MAX_BLOCKS;
 pub use tenant::Tenant;
 pub use watch::OnFailure;
 

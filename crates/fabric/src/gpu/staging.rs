@@ -7,7 +7,7 @@ pub(super) const CHANNELS: usize = 2;
 const SLOTS: usize = 3;
 const TAGS_BYTES: usize = 4096;
 /// The most blocks of a grid on any device: each has control words.
-pub(super) const MAX_BLOCKS: u32 = 640;
+pub const MAX_BLOCKS: u32 = 640;
 /// Where the slots begin in a channel, behind the control words.
 pub(super) const SLOTS_AT: usize = (MAX_BLOCKS as usize * 16).next_multiple_of(4096);
 /// The least memory for staging.

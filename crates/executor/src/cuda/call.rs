@@ -1,0 +1,163 @@
+//! Executing plans.
+
+use antiphon_device::cuda::{DevicePointer, GaveUp, StreamRef, memory};
+use antiphon_fabric::{
+    FabricError,
+    gpu::{Family as _, Grid, Launch, Pieces, Tenant, Work},
+};
+use antiphon_plan::{BufferType, Extent, Rank};
+use antiphon_tensor::{TensorError, TensorView, TensorViewMut};
+
+use super::{
+    family::InterpreterKernel,
+    plan::{Copy, CudaPlan, Key, Prepared, check_room},
+    report::waiting,
+    table::Base,
+    tenants::lock,
+};
+use crate::{ExecutorError, arguments::Arguments, error::Result};
+
+impl CudaPlan {
+    /// Executes the plan on an input and an output: contiguous tensors of one dtype on this rank's GPU, apart from each other. All
+    /// ranks call it together, with tensors of the same sizes. It returns at once; the stream does the work, behind the plans of
+    /// this communicator that were executed before, on whatever stream.
+    ///
+    /// # Errors
+    /// See [`ExecutorError`]. Tensors that do not fit are refused before anything happens, as is a size that was not
+    /// [prepared](Self::prepare). An earlier failure is returned as by [`check`](Self::check).
+    ///
+    /// # Safety
+    /// The tensors' memory is valid until the stream has passed the call, and nothing else uses it until then but work of the
+    /// stream's order. A framework's stream lives until the next plan of the communicator is executed.
+    pub unsafe fn execute<'i, 'o, 's>(
+        &self,
+        input: impl Into<TensorView<'i>>,
+        output: impl Into<TensorViewMut<'o>>,
+        stream: impl Into<StreamRef<'s>>,
+    ) -> Result<()> {
+        let (input, mut output) = (input.into(), output.into());
+        let call = Arguments::apart(self.device(), &input, &mut output)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.run(&call, stream.into()) }
+    }
+
+    /// [`execute`](Self::execute) with one buffer for input and output. If one is larger, the buffer is that one, and the other is
+    /// this rank's own part of it.
+    ///
+    /// # Errors
+    /// As [`execute`](Self::execute); [`Buffers`](ExecutorError::Buffers) if neither is a whole number of times the other.
+    ///
+    /// # Safety
+    /// As [`execute`](Self::execute).
+    pub unsafe fn execute_in_place<'o, 's>(
+        &self,
+        buffer: impl Into<TensorViewMut<'o>>,
+        stream: impl Into<StreamRef<'s>>,
+    ) -> Result<()> {
+        let mode = self.checked.in_place(&self.name)?;
+        let shift = |buffer| mode.placements.shift(Rank(self.rank as u32), buffer);
+        let shifts = [shift(BufferType::Input), shift(BufferType::Output)];
+        let call = Arguments::together(self.device(), &mut buffer.into(), self.chunks(), shifts)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.run(&call, stream.into()) }
+    }
+
+    /// Whether all executions that are over have done what they should. It does not wait: synchronise with the stream first.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Stuck`], with the operation that waited in vain; [`Fabric`](ExecutorError::Fabric) for a rank that did not
+    /// come, or did something else, and from then on.
+    pub fn check(&self) -> Result<()> {
+        let tenant = lock(&self.tenant);
+        tenant.check().map_err(|error| self.explain(&tenant, error))
+    }
+
+    /// # Safety
+    /// As [`execute`](Self::execute).
+    unsafe fn run(&self, call: &Arguments, stream: StreamRef<'_>) -> Result<()> {
+        let element = call.dtype.size();
+        for (which, address) in [("input", call.input as usize), ("output", call.output as usize)] {
+            if !address.is_multiple_of(element) {
+                let source = TensorError::Misaligned { address, dtype: call.dtype, align: element };
+                return Err(ExecutorError::Tensor { which, source });
+            }
+        }
+        let extent = Extent::new(&self.plan, call.input_bytes as u64, call.output_bytes as u64)?;
+        let key = Key { dtype: call.dtype, chunk: extent.chunk() as usize, in_place: call.in_place };
+        let prepared = self.memory.prepared.iter().find(|prepared| prepared.key == key);
+        let prepared = prepared.ok_or_else(|| ExecutorError::Unprepared {
+            plan: self.name.clone(),
+            dtype: call.dtype,
+            bytes: if self.plan.collective == "allgather" { call.output_bytes } else { call.input_bytes },
+        })?;
+        let tenant = lock(&self.tenant);
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(&tenant, prepared, call, stream) }
+    }
+
+    /// # Safety
+    /// As [`execute`](Self::execute).
+    unsafe fn launch(
+        &self,
+        tenant: &Tenant,
+        prepared: &Prepared,
+        call: &Arguments,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        let (family, explain) = (self.family(prepared.key.dtype), |error| self.explain(tenant, error));
+        let blocks = prepared.program.blocks.len().max(1);
+        let loaded = tenant.ready(family, stream).map_err(explain)?;
+        // A stream may have some of the multiprocessors only.
+        check_room(&self.plan, blocks, self.per_multiprocessor, tenant.multiprocessors_here())?;
+        let copy_all = |copies: &[Copy]| {
+            let outcome = copies.iter().try_for_each(|copy| {
+                let [from, to] = [copy.from, copy.to].map(|(base, at)| match base {
+                    Base::Absolute => DevicePointer(at),
+                    Base::OfInput => DevicePointer(call.input as u64 + at),
+                    Base::OfOutput => DevicePointer(call.output as u64 + at),
+                });
+                match from == to || copy.bytes == 0 {
+                    true => Ok(()),
+                    // SAFETY: both ends hold the chunks: the tensors are as long as the plan's buffers, and staging has room for them.
+                    false => unsafe { memory::copy(stream, to, from, copy.bytes) },
+                }
+            });
+            outcome.or_else(|error| tenant.fail(error.into())).map_err(explain)
+        };
+        copy_all(&prepared.loads)?;
+        let launch = |_, _, _| {
+            let (input, output) = (call.input as usize, call.output as usize);
+            let work = Work { input, output, ..Work::new(prepared.signature) };
+            let config = family.blocks(blocks as u32, tenant.world_size());
+            Launch {
+                kernel: InterpreterKernel::Interpret,
+                grid: Grid::Exact { config, is_small: false },
+                work,
+                arguments: prepared.call,
+            }
+        };
+        // SAFETY: the table's addresses are those of this plan's memory, which lives until the context is idle, and of the caller's
+        // tensors; the blocks were found to fit.
+        unsafe { tenant.run(&loaded, Pieces { total: 1, most: 1, unit: 1 }, stream, launch) }
+            .map_err(explain)?;
+        copy_all(&prepared.stores)
+    }
+
+    /// The error of a kernel of this plan that gave up, with the operation.
+    fn explain(&self, tenant: &Tenant, error: FabricError) -> ExecutorError {
+        let report = tenant.report().filter(|report| {
+            let waited = matches!(report.reason, GaveUp::Deadline | GaveUp::Aborted) && report.seen[1] > 0;
+            waited && !matches!(error, FabricError::Failed { .. })
+        });
+        let stuck = report.and_then(|report| {
+            let mut prepared = self.memory.prepared.iter();
+            let prepared = prepared.find(|prepared| prepared.signature.to_words() == report.doing)?;
+            let origin = *prepared.origins.get(usize::try_from(report.seen[1] - 1).ok()?)?;
+            waiting(&self.plan, Rank(self.rank as u32), &prepared.program, origin?, &report)
+        });
+        match stuck {
+            Some((place, waiting)) => ExecutorError::Stuck { place, waiting, reason: error.into() },
+            None => error.into(),
+        }
+    }
+}

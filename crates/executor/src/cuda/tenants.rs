@@ -1,0 +1,44 @@
+//! The tenants that execute plans.
+
+use std::{
+    cell::RefCell,
+    sync::{Arc, MutexGuard, PoisonError},
+};
+
+use antiphon_device::{cuda::Context, sync::Mutex};
+use antiphon_fabric::{Communicator, FabricError, gpu::Tenant};
+
+/// The tenants that execute the plans of a communicator, by the ordinals of their GPUs. They live as long as the communicator.
+#[derive(Default)]
+pub(super) struct Tenants(RefCell<Vec<(u32, Arc<Mutex<Tenant>>)>>);
+
+impl Tenants {
+    /// The tenant on the GPU of a context. All ranks call it together.
+    pub(super) fn of(comm: &Communicator, context: &Context) -> Result<Arc<Mutex<Tenant>>, FabricError> {
+        let ordinal = context.device().ordinal();
+        let tenants = comm.extension(|_| Ok::<_, FabricError>(Self::default()))?;
+        let known =
+            tenants.0.borrow().iter().find(|(gpu, _)| *gpu == ordinal).map(|(_, tenant)| tenant.clone());
+        let all = comm.exchange_objects(&known.is_some())?;
+        if let Some(rank) = all.iter().position(|&theirs| theirs != known.is_some()) {
+            return Err(FabricError::invalid(format!(
+                "rank {} has plans on GPU {ordinal} {}, and rank {rank} {}: each rank loads all of its plans on one GPU",
+                comm.rank(),
+                if known.is_some() { "already" } else { "for the first time" },
+                if known.is_some() { "for the first time" } else { "already" },
+            )));
+        }
+        if let Some(known) = known {
+            return Ok(known);
+        }
+        let made = Tenant::with_one_channel(comm, context, Tenant::LEAST_STAGING_BYTES)?;
+        let made = Arc::new(Mutex::new(made));
+        tenants.0.borrow_mut().push((ordinal, made.clone()));
+        Ok(made)
+    }
+}
+
+/// The tenant, for one call.
+pub(super) fn lock(tenant: &Mutex<Tenant>) -> MutexGuard<'_, Tenant> {
+    tenant.lock().unwrap_or_else(PoisonError::into_inner)
+}
