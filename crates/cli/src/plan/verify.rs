@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use antiphon_plan::verify::{Expectation, Expected, Options, verify};
+use antiphon_plan::verify::{Expectation, Expected, Memory, Options, verify};
 use antiphon_plan::{escaped, read_text};
 
 use super::Result;
@@ -30,16 +30,35 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     expect: Option<PathBuf>,
 
+    /// The memory that the plan is proved for: in that of GPUs packets carry nothing but themselves
+    #[arg(long, value_enum, default_value = "host")]
+    memory: MemoryKind,
+
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum MemoryKind {
+    Host,
+    Device,
+}
+
+impl From<MemoryKind> for Memory {
+    fn from(kind: MemoryKind) -> Self {
+        match kind {
+            MemoryKind::Host => Memory::Host,
+            MemoryKind::Device => Memory::Device,
+        }
+    }
 }
 
 /// Runs the command.
 pub fn execute(args: Args) -> Result<ExitStatus> {
     let plan = super::read(&args.file)?;
     let expectation = args.expect.as_deref().map(table).transpose()?;
-    let report = verify(&plan, &Options { expectation });
+    let report = verify(&plan, &Options { expectation, memory: args.memory.into() });
     match args.json {
         true => super::print_json(&report.to_json())?,
         false => writeln!(std::io::stdout(), "{report}")?,

@@ -142,6 +142,14 @@ pub enum Kind {
         /// Which bytes.
         region: Region,
     },
+    /// In device memory, two accesses to the same plain bytes, of which only a packet says that the first is over. It need not be
+    /// seen by then.
+    OnlyAnnounced {
+        /// Which accesses: the first is a write.
+        hazard: Hazard,
+        /// Which bytes.
+        region: Region,
+    },
     /// A rank's buffer is still used when the rank may be done.
     Late {
         /// Which bytes.
@@ -244,7 +252,7 @@ impl Kind {
             Kind::NoCounterpart { .. } | Kind::Barrier { .. } | Kind::Unbalanced { .. } => 1,
             Kind::Deadlock { .. } => 2,
             Kind::Unwritten { .. } | Kind::MixedScratch { .. } | Kind::InputOverwritten { .. } => 3,
-            Kind::Race { .. } | Kind::Late { .. } | Kind::Unstarted { .. } => 4,
+            Kind::Race { .. } | Kind::OnlyAnnounced { .. } | Kind::Late { .. } | Kind::Unstarted { .. } => 4,
             Kind::Wrong { .. } => 5,
             _ => 6,
         }
@@ -263,6 +271,7 @@ impl Kind {
             Kind::Unbalanced { .. } => "unbalanced",
             Kind::Deadlock { .. } => "deadlock",
             Kind::Race { .. } => "race",
+            Kind::OnlyAnnounced { .. } => "only_announced",
             Kind::Late { .. } => "late",
             Kind::MixedScratch { .. } => "mixed_scratch",
             Kind::Unwritten { .. } => "unwritten",

@@ -56,6 +56,7 @@ pub(super) fn find(
                 polls: [true, false],
                 cell: Some((cell, shared.start, shared.end)),
                 strict,
+                passes_packets: strict && orders.packets_alone(),
                 ..Hold::default()
             };
             let goal = Goal::Mistaken(left.contains_key(&cell));

@@ -38,6 +38,11 @@
 //! * A **packet** is read after it has arrived: the reader of some bytes knows what their writer knew, and that the writer has
 //!   finished with these bytes, in its other buffers too. Packets belong to one launch: those of an earlier launch are not
 //!   mistaken for new ones. Packets lie in scratch in twice the bytes of their data, at twice the offset.
+//!   In **device memory** ([`Memory::Device`]) a packet says less. PTX makes what a thread wrote visible to another only by a release
+//!   and an acquire, and a packet is a relaxed store. So the reader of a packet knows its bytes and nothing else: it orders execution as
+//!   a relaxed signal does (what was read before it may be overwritten), but data that its writer stored before, elsewhere or in the same
+//!   operation, need not be there. Who is told of the reader by a signal knows of the packet what the reader knew. Plain bytes that are
+//!   read, or overwritten, where only packets say that they were written are an error ([`Kind::OnlyAnnounced`]).
 //! * **Packets and plain data** may share bytes of scratch, one after the other. A reader must find in such bytes the kind that
 //!   it reads. Plain data may equal any flag, so a reader must not begin to wait for packets while plain data lie there, of this
 //!   launch or of the one before, unless the packets are known to arrive first.
@@ -117,11 +122,24 @@ const FINDINGS: usize = 32;
 /// Most findings that a report shows as text.
 const SHOWN: usize = 10;
 
+/// The memory in which a plan runs; see [the memory model](self#the-memory-model).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Memory {
+    /// That of a host. A packet says that all its writer did before is done.
+    #[default]
+    Host,
+    /// That of GPUs. A packet orders execution as a relaxed signal does, and carries nothing but its own data. What is proved for it
+    /// holds on a host, too.
+    Device,
+}
+
 /// The options of a proof.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Options {
     /// The required content of the outputs; `None` stands for that of the plan's collective.
     pub expectation: Option<Expectation>,
+    /// The memory that the plan is proved for.
+    pub memory: Memory,
 }
 
 /// The proof, or the reasons against it.
@@ -181,6 +199,7 @@ impl fmt::Display for Report {
 pub struct VerifiedPlan {
     plan: Plan,
     report: Report,
+    memory: Memory,
 }
 
 impl VerifiedPlan {
@@ -190,7 +209,11 @@ impl VerifiedPlan {
     /// The report, if it has errors.
     pub fn new(plan: Plan, options: &Options) -> Result<Self, Box<Report>> {
         let report = verify(&plan, options);
-        if report.proved { Ok(VerifiedPlan { plan, report }) } else { Err(Box::new(report)) }
+        if report.proved {
+            Ok(VerifiedPlan { plan, report, memory: options.memory })
+        } else {
+            Err(Box::new(report))
+        }
     }
 
     /// The plan.
@@ -202,11 +225,16 @@ impl VerifiedPlan {
     pub fn report(&self) -> &Report {
         &self.report
     }
+
+    /// The memory that it was proved for.
+    pub fn memory(&self) -> Memory {
+        self.memory
+    }
 }
 
 /// Proves that a plan is right, or reports what is wrong.
 pub fn verify(plan: &Plan, options: &Options) -> Report {
-    Verifier::new(plan).report(|verifier| verifier.run(options))
+    Verifier::new(plan, options.memory).report(|verifier| verifier.run(options))
 }
 
 /// Proves that a plan is right at one size of a chunk, in bytes, or reports what is wrong there.
@@ -214,7 +242,7 @@ pub fn verify(plan: &Plan, options: &Options) -> Report {
 /// For tests that a proof at the sizes that [`verify`] chooses covers all sizes.
 #[doc(hidden)]
 pub fn verify_at(plan: &Plan, options: &Options, chunk: u64) -> Report {
-    Verifier::new(plan).report(|verifier| {
+    Verifier::new(plan, options.memory).report(|verifier| {
         let (wiring, expectation) = verifier.checked(options)?;
         verifier.prove(&wiring, expectation.as_ref(), &[chunk], &mut Budget::new())
     })
@@ -222,6 +250,7 @@ pub fn verify_at(plan: &Plan, options: &Options, chunk: u64) -> Report {
 
 struct Verifier<'a> {
     plan: &'a Plan,
+    memory: Memory,
     findings: Vec<Finding>,
     chunk_sizes: Vec<u64>,
     largest_chunk: Option<u64>,
@@ -229,8 +258,9 @@ struct Verifier<'a> {
 }
 
 impl<'a> Verifier<'a> {
-    fn new(plan: &'a Plan) -> Self {
-        Verifier { plan, findings: Vec::new(), chunk_sizes: Vec::new(), largest_chunk: None, meaning: false }
+    fn new(plan: &'a Plan, memory: Memory) -> Self {
+        let (findings, chunk_sizes) = (Vec::new(), Vec::new());
+        Verifier { plan, memory, findings, chunk_sizes, largest_chunk: None, meaning: false }
     }
 
     fn report(mut self, run: impl FnOnce(&mut Self) -> Result<(), Vec<Finding>>) -> Report {
@@ -326,7 +356,7 @@ impl<'a> Verifier<'a> {
         self.chunk_sizes.extend(sizes);
         for &chunk in sizes {
             let extent = Extent::of_chunk(chunk, self.plan.buffer_alignment);
-            for finding in at_size(self.plan, wiring, extent, expectation, budget)? {
+            for finding in at_size(self.plan, wiring, extent, expectation, self.memory, budget)? {
                 if !self.findings.contains(&finding) {
                     self.findings.push(finding);
                 }
@@ -357,6 +387,7 @@ fn at_size(
     wiring: &Wiring,
     extent: Extent,
     expectation: Option<&Expectation>,
+    memory: Memory,
     budget: &mut Budget,
 ) -> Result<Vec<Finding>, Vec<Finding>> {
     let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
@@ -373,7 +404,7 @@ fn at_size(
             return Err(findings);
         }
     };
-    let orders = order::orders(&program, &cells, &schedule).map_err(whole)?;
+    let orders = order::orders(&program, &cells, &schedule, memory).map_err(whole)?;
     let runs = Runs::new(&program, &cells, budget.words);
     let races = races::find(&program, &cells, &schedule, &orders, &runs, &mut budget.pairs, FINDINGS);
     findings.extend(races.map_err(whole)?);

@@ -7,6 +7,7 @@
 
 use std::rc::Rc;
 
+use super::Memory;
 use super::cells::Cells;
 use super::clock::Clock;
 use super::finding::Kind;
@@ -33,19 +34,43 @@ pub(super) struct Order {
     sent: Vec<Vec<Vec<Rc<Clock>>>>,
     /// How many of those each acquired step is known to be behind: equal if nothing new was found.
     found: Vec<u32>,
+    carries: Carries,
+}
+
+/// What orders.
+#[derive(Clone, Copy)]
+struct Carries {
+    /// Whether relaxed signals do.
+    relaxed: bool,
+    /// Whether a packet carries what its writer knew, and not itself alone.
+    knowledge: bool,
 }
 
 /// The order of data, and that of execution, in which relaxed signals count too: what was read before one has been read,
-/// but what was written need not be seen.
+/// but what was written need not be seen. In device memory packets are like relaxed signals, except for their own data.
 pub(super) struct Orders {
     pub data: Rc<Order>,
     pub execution: Rc<Order>,
+    /// In device memory, the order that data would have on a host, where it is another.
+    pub announced: Option<Rc<Order>>,
+}
+
+impl Order {
+    /// Whether who knows a packet knows that all accesses of the move that wrote it are over, and not the packet's alone.
+    pub fn packets_end_moves(&self) -> bool {
+        self.carries.knowledge
+    }
 }
 
 impl Orders {
-    /// Whether relaxed signals make a difference.
+    /// Whether there is an order of execution that is none of data.
     pub fn relaxed(&self) -> bool {
         !Rc::ptr_eq(&self.data, &self.execution)
+    }
+
+    /// Whether packets carry themselves alone.
+    pub fn packets_alone(&self) -> bool {
+        self.announced.is_some()
     }
 }
 
@@ -74,12 +99,18 @@ impl Timelines {
 ///
 /// # Errors
 /// [`Kind::TooLarge`]
-pub(super) fn orders(program: &Program<'_>, cells: &Cells, schedule: &Schedule) -> Result<Orders, Kind> {
-    let walk = |relaxed, earlier: Option<&Order>| Walk::new(program, cells, relaxed, earlier).walk(schedule);
-    let mut execution = walk(true, None)?;
+pub(super) fn orders(
+    program: &Program<'_>,
+    cells: &Cells,
+    schedule: &Schedule,
+    memory: Memory,
+) -> Result<Orders, Kind> {
+    let walk = |carries, earlier: Option<&Order>| Walk::new(program, cells, carries, earlier).walk(schedule);
+    let all = Carries { relaxed: true, knowledge: true };
+    let mut execution = walk(all, None)?;
     if program.counters.iter().any(|counter| counter.releasers.len() > 1) {
         for _ in 0..ROUNDS {
-            let again = walk(true, Some(&execution))?;
+            let again = walk(all, Some(&execution))?;
             let settled = again.found == execution.found;
             execution = again;
             if settled {
@@ -90,9 +121,22 @@ pub(super) fn orders(program: &Program<'_>, cells: &Cells, schedule: &Schedule) 
     let relaxed = program.steps.iter().any(|step| {
         matches!(step.what, What::Acquire { relaxed: true, .. } | What::Release { relaxed: true, .. })
     });
-    let data = if relaxed { Some(Rc::new(walk(false, Some(&execution))?)) } else { None };
+    let on_host = match relaxed {
+        true => Some(Rc::new(walk(Carries { relaxed: false, ..all }, Some(&execution))?)),
+        false => None,
+    };
+    let has_packets =
+        program.moves.iter().any(|each| program.dests(each).iter().any(|dest| dest.view.packets()));
+    let on_device = match memory == Memory::Device && has_packets {
+        true => Some(Rc::new(walk(Carries { relaxed: false, knowledge: false }, Some(&execution))?)),
+        false => None,
+    };
     let execution = Rc::new(execution);
-    Ok(Orders { data: data.unwrap_or_else(|| execution.clone()), execution })
+    let on_host = on_host.unwrap_or_else(|| execution.clone());
+    Ok(match on_device {
+        Some(data) => Orders { data, execution, announced: Some(on_host) },
+        None => Orders { data: on_host, execution, announced: None },
+    })
 }
 
 /// A timeline as far as it has been walked.
@@ -127,8 +171,7 @@ fn first_writers(program: &Program<'_>, cells: &Cells) -> Vec<Option<Rc<Clock>>>
 struct Walk<'p, 'a> {
     program: &'p Program<'a>,
     lines: Timelines,
-    /// Whether relaxed signals order.
-    relaxed: bool,
+    carries: Carries,
     earlier: Option<&'p Order>,
     agents: Vec<Line>,
     ports: Vec<Line>,
@@ -142,7 +185,7 @@ struct Walk<'p, 'a> {
 }
 
 impl<'p, 'a> Walk<'p, 'a> {
-    fn new(program: &'p Program<'a>, cells: &Cells, relaxed: bool, earlier: Option<&'p Order>) -> Self {
+    fn new(program: &'p Program<'a>, cells: &Cells, carries: Carries, earlier: Option<&'p Order>) -> Self {
         let lines = Timelines::new(program);
         let line = |timeline| {
             let mut known = Clock::default();
@@ -153,7 +196,7 @@ impl<'p, 'a> Walk<'p, 'a> {
         Walk {
             program,
             lines,
-            relaxed,
+            carries,
             earlier,
             agents: (0..lines.agents).map(line).collect(),
             ports: (0..lines.ports).map(|port| line(lines.port(port))).collect(),
@@ -170,6 +213,7 @@ impl<'p, 'a> Walk<'p, 'a> {
                     .map(|counter| vec![Vec::new(); counter.releasers.len()])
                     .collect(),
                 found: Vec::new(),
+                carries,
             },
         }
     }
@@ -201,14 +245,14 @@ impl<'p, 'a> Walk<'p, 'a> {
             What::Barrier(barrier) => self.barrier(*barrier),
             What::Acquire { links, relaxed } => {
                 for link in program.links(links) {
-                    self.acquire(agent, link.counter, !relaxed || self.relaxed);
+                    self.acquire(agent, link.counter, !relaxed || self.carries.relaxed);
                 }
             }
             What::Release { links, relaxed } => {
                 for link in program.links(links) {
                     let known = match link.port {
                         Some(port) => self.reach(agent, port),
-                        None if *relaxed && !self.relaxed => Rc::new(Clock::default()),
+                        None if *relaxed && !self.carries.relaxed => Rc::new(Clock::default()),
                         None => self.agents[agent as usize].known.clone(),
                     };
                     self.release(agent, link.counter, known);
@@ -386,7 +430,7 @@ impl<'p, 'a> Walk<'p, 'a> {
             let writer = &mut self.packets[(dest.cell + piece) as usize];
             if writer.is_none() {
                 let behind = behind.get_or_insert_with(|| {
-                    let mut behind = known.clone();
+                    let mut behind = if self.carries.knowledge { known.clone() } else { Clock::default() };
                     behind.set(self.lines.piece(each.first_piece + piece), 1);
                     Rc::new(behind)
                 });

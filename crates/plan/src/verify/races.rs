@@ -19,7 +19,10 @@ struct Done {
     at: u32,
     piece: u32,
     step: u32,
+    /// Whether its move writes packets.
     packets: bool,
+    /// Whether it is the write of those.
+    is_packet: bool,
     /// As packets, in the history of the plain bytes that they take.
     foreign: bool,
     /// Whether it begins when it looks for packets, and not when they are there.
@@ -125,8 +128,8 @@ impl Races<'_, '_> {
         let packets = program.dests(each).iter().any(|dest| dest.view.packets());
         let level = self.orders.execution.level[at as usize];
         for piece in 0..each.pieces {
-            let (foreign, polls, number) = (false, false, each.first_piece + piece);
-            let done = Done { timeline, level, at, piece: number, step, packets, foreign, polls };
+            let (foreign, polls, is_packet, number) = (false, false, false, each.first_piece + piece);
+            let done = Done { timeline, level, at, piece: number, step, packets, is_packet, foreign, polls };
             for source in program.sources(each) {
                 self.started(agent, source.view, done.piece);
                 self.read(source.cell + piece, done)?;
@@ -138,6 +141,7 @@ impl Races<'_, '_> {
             }
             for dest in program.dests(each) {
                 self.started(agent, dest.view, done.piece);
+                let done = Done { is_packet: dest.view.packets(), ..done };
                 self.write(dest.cell + piece, done)?;
                 if dest.view.packets() {
                     for plain in self.cells.shared(dest.view, dest.cell + piece) {
@@ -201,12 +205,13 @@ impl Races<'_, '_> {
             true => &order.start[second.at as usize],
             false => &order.before[second.piece as usize],
         };
-        first.foreign && second.foreign || self.before(first, known)
+        first.foreign && second.foreign || self.before(first, order, known)
     }
 
-    fn before(&self, first: Done, known: &Clock) -> bool {
+    fn before(&self, first: Done, order: &Order, known: &Clock) -> bool {
+        let is_announced = if order.packets_end_moves() { first.packets } else { first.is_packet };
         known.reaches(first.timeline, first.level)
-            || first.packets && known.reaches(self.lines.piece(first.piece), 1)
+            || is_announced && known.reaches(self.lines.piece(first.piece), 1)
     }
 
     /// Two accesses that the clocks do not order.
@@ -218,23 +223,37 @@ impl Races<'_, '_> {
         // Where the order depends on the run, the write may also be the first.
         let written = hazard != Hazard::WriteAfterRead || self.every;
         let hold = Hold { pieces, polls, ..Hold::default() };
-        let Some(served) = self.happens(hold, Goal::Together, written)? else { return Ok(()) };
+        let is_packet = first.is_packet || first.foreign;
+        let Some(served) = self.happens(hold, Goal::Together, written, is_packet)? else { return Ok(()) };
         self.seen.insert((first.step, second.step));
         let places = [first, second].map(|done| self.program.steps[done.step as usize].place);
-        let kind = Kind::Race { hazard, region: self.cells.region(cell) };
+        let region = self.cells.region(cell);
+        let is_announced = hazard != Hazard::WriteAfterRead
+            && self.orders.announced.as_ref().is_some_and(|order| self.ordered(first, second, order));
+        let kind = match is_announced {
+            true => Kind::OnlyAnnounced { hazard, region },
+            false => Kind::Race { hazard, region },
+        };
         self.found.push(Finding::new(self.program.plan, kind, places.to_vec()).in_run(served));
         Ok(())
     }
 
     /// The order in which agents take from counters, in a run in which the clocks allow the race to happen. What was `written`
-    /// may not be seen where only relaxed waits order.
-    fn happens(&self, hold: Hold, goal: Goal, written: bool) -> Result<Option<Vec<Served>>, Kind> {
+    /// may not be seen where only relaxed waits order, or, if it `is_packet` is false, only packets.
+    fn happens(
+        &self,
+        hold: Hold,
+        goal: Goal,
+        written: bool,
+        is_packet: bool,
+    ) -> Result<Option<Vec<Served>>, Kind> {
         if self.sure {
             return Ok(Some(Vec::new()));
         }
         let mut state = self.runs.find(hold, goal)?;
         if state.is_none() && written && self.orders.relaxed() {
-            state = self.runs.find(Hold { strict: true, ..hold }, goal)?;
+            let passes_packets = self.orders.packets_alone() && !is_packet;
+            state = self.runs.find(Hold { strict: true, passes_packets, ..hold }, goal)?;
         }
         Ok(state.map(|state| state.served))
     }
@@ -247,8 +266,9 @@ impl Races<'_, '_> {
             for kind in [View::INPUT, View::OUTPUT] {
                 for cell in self.cells.of(View::new(gpu.id, kind)) {
                     let History { writes, reads } = &self.history[cell as usize];
-                    let writes = writes.iter().filter(|&&write| !self.before(write, data));
-                    let reads = reads.iter().filter(|&&read| !self.before(read, execution));
+                    let writes = writes.iter().filter(|&&write| !self.before(write, &self.orders.data, data));
+                    let reads =
+                        reads.iter().filter(|&&read| !self.before(read, &self.orders.execution, execution));
                     let open: Vec<_> =
                         writes.map(|&write| (write, true)).chain(reads.map(|&read| (read, false))).collect();
                     for (late, written) in open {
@@ -257,7 +277,7 @@ impl Races<'_, '_> {
                         }
                         let goal = Goal::Ended(gpu.id);
                         let hold = Hold { pieces: [Some(late.piece), None], ..Hold::default() };
-                        let Some(served) = self.happens(hold, goal, written)? else { continue };
+                        let Some(served) = self.happens(hold, goal, written, false)? else { continue };
                         self.seen.insert((late.step, u32::MAX));
                         let place = self.program.steps[late.step as usize].place;
                         let kind = Kind::Late { region: self.cells.region(cell), written };

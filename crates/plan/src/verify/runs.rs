@@ -57,6 +57,8 @@ pub(super) struct Hold {
     pub cell: Option<(u32, u32, u32)>,
     /// Whether relaxed waits are passed over: what remains ordered is so by the others alone.
     pub strict: bool,
+    /// Whether waits for packets are passed over.
+    pub passes_packets: bool,
     /// Whether blocks do one operation after the other, as with one thread.
     pub alone: bool,
 }
@@ -457,7 +459,8 @@ impl Play<'_, '_, '_, '_> {
     fn awaited(&self, at: u32) -> Vec<u32> {
         let program = self.runs.program;
         let each = &program.moves[at as usize];
-        let sources = program.sources(each).iter().filter(|source| each.awaits && source.view.packets());
+        let awaits = each.awaits && !self.hold.passes_packets;
+        let sources = program.sources(each).iter().filter(|source| awaits && source.view.packets());
         sources.flat_map(|source| source.cell..source.cell + each.pieces).collect()
     }
 
@@ -599,7 +602,8 @@ impl Play<'_, '_, '_, '_> {
     fn moved(&mut self, step: u32, (at, piece): Piece) -> bool {
         let program = self.runs.program;
         let each = &program.moves[at as usize];
-        let mut awaited = program.sources(each).iter().filter(|source| each.awaits && source.view.packets());
+        let awaits = each.awaits && !self.hold.passes_packets;
+        let mut awaited = program.sources(each).iter().filter(|source| awaits && source.view.packets());
         let there = awaited.all(|source| self.state.written[(source.cell + piece) as usize]);
         let number = each.first_piece + piece;
         let mut held = false;

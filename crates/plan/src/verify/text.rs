@@ -131,6 +131,14 @@ impl fmt::Display for Kind {
                 };
                 write!(f, "race: {what}, and nothing orders them: {region}")
             }
+            Kind::OnlyAnnounced { hazard, region } => {
+                let what = if *hazard == Hazard::WriteAfterWrite { "overwrites" } else { "reads" };
+                write!(
+                    f,
+                    "only announced: the second {what} what the first writes, and only packets say that it is there, \
+                     which carry nothing but themselves in device memory: {region}"
+                )
+            }
             Kind::Late { region, written } => write!(
                 f,
                 "{region} may still be {} when rank {} has ended",

@@ -9,7 +9,9 @@ mod random;
 mod report;
 mod sizes;
 
-use antiphon_plan::verify::{Expectation, Expected, Hazard, Kind, Options, Report, Source, verify};
+use antiphon_plan::verify::{
+    Expectation, Expected, Hazard, Kind, Memory, Options, Report, Source, VerifiedPlan, verify,
+};
 use antiphon_plan::{Plan, Rank, ReduceOp};
 
 #[test]
@@ -41,7 +43,7 @@ fn only_signals_need_a_channel_back() {
         plan.gpus[1].threadblocks[0].channels.clear();
         plan.gpus[1].channels.clear();
         plan.gpus[0].threadblocks[0].ops.retain(|op| keep.contains(&op.kind.name()));
-        verify(plan, &Options { expectation: Some(Expectation::Table(Vec::new())) })
+        verify(plan, &Options { expectation: Some(Expectation::Table(Vec::new())), ..Options::default() })
     };
     let kinds = |report: &Report| report.errors().map(|error| error.kind.name()).collect::<Vec<_>>();
     assert_eq!(kinds(&one_way(&mut plan.clone(), &["nop", "put", "signal"])), ["no_counterpart"]);
@@ -60,7 +62,12 @@ fn a_table_takes_the_place_of_the_collective() {
         from: vec![Source { rank: Rank(from), index: 0 }],
         op: ReduceOp::Sum,
     };
-    let judge = |from| verify(&plan, &Options { expectation: Some(Expectation::Table(vec![row(from)])) });
+    let judge = |from| {
+        verify(
+            &plan,
+            &Options { expectation: Some(Expectation::Table(vec![row(from)])), ..Options::default() },
+        )
+    };
     assert!(judge(0).proved);
     let report = judge(1);
     let text = report.to_string();
@@ -79,7 +86,7 @@ fn handed_over() -> Options {
         from: vec![Source { rank: Rank(0), index }],
         op: ReduceOp::Sum,
     };
-    Options { expectation: Some(Expectation::Table((0..2).map(row).collect())) }
+    Options { expectation: Some(Expectation::Table((0..2).map(row).collect())), ..Options::default() }
 }
 
 fn races(report: &Report) -> Vec<Hazard> {
@@ -116,4 +123,52 @@ fn a_relaxed_signal_is_enough_to_overwrite() {
     }
     let plan = plans::hand_over([false, false], None).expect("a plan");
     assert!(!races(&verify(&plan, &handed_over())).is_empty());
+}
+
+/// A packet tells on a host that what its writer stored before is there. In device memory it tells of nothing but itself; a signal does.
+#[test]
+fn what_only_a_packet_announces_is_an_error_in_device_memory() {
+    for ranks in [2, 3, 4] {
+        let row = |rank: u32, index: u64| {
+            let from = Source { rank: Rank((rank + ranks - 1) % ranks), index };
+            Expected {
+                rank: Rank(rank),
+                index: u64::from(from.rank.0) * 2 + index,
+                size: 1,
+                from: vec![from],
+                op: ReduceOp::Sum,
+            }
+        };
+        let rows = || (0..ranks).flat_map(|rank| (0..2).map(move |index| row(rank, index))).collect();
+        let options = |memory| Options { expectation: Some(Expectation::Table(rows())), memory };
+        let plan = |signal| plans::announced(ranks, signal).expect("a plan");
+        for (memory, signal) in [(Memory::Host, false), (Memory::Host, true), (Memory::Device, true)] {
+            let proved = VerifiedPlan::new(plan(signal), &options(memory));
+            assert_eq!(
+                proved.unwrap_or_else(|report| panic!("{ranks}, {memory:?}: {report}")).memory(),
+                memory
+            );
+        }
+        let report = verify(&plan(false), &options(Memory::Device));
+        let kinds: Vec<_> = report.errors().map(|error| &error.kind).collect();
+        let announced =
+            |kind: &&Kind| matches!(kind, Kind::OnlyAnnounced { hazard: Hazard::ReadAfterWrite, .. });
+        assert!(kinds.len() == ranks as usize && kinds.iter().all(announced), "{ranks}: {report}");
+        for error in report.errors() {
+            let [written, read] = error.places[..] else { panic!("{report}") };
+            assert!(
+                written.rank != read.rank && report.to_string().contains("only packets say that it is there"),
+                "{report}"
+            );
+        }
+    }
+}
+
+/// Which right plans are right in device memory, too.
+#[test]
+fn plans_whose_packets_announce_only_themselves_are_proved_for_device_memory() {
+    for (name, plan) in plans::all() {
+        let report = verify(&plan, &Options { memory: Memory::Device, ..Options::default() });
+        assert!(report.proved && report.meaning, "{name}: {report}");
+    }
 }

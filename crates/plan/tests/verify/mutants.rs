@@ -1,6 +1,6 @@
 //! Right plans with one mistake.
 
-use antiphon_plan::verify::{Options, verify};
+use antiphon_plan::verify::{Memory, Options, verify};
 use antiphon_plan::{Op, OpKind, Plan};
 
 use crate::{oracle, plans};
@@ -54,12 +54,14 @@ fn a_mutant_is_proved_only_if_it_is_right() {
     for (name, plan) in plans::tiny() {
         let expected = oracle::outputs(&plan).expect("a run that ends");
         assert!(!expected.is_empty() && verify(&plan, &Options::default()).meaning);
-        assert_eq!(oracle::judge_at(&plan, 1, &expected), Ok(None), "{name}");
+        assert_eq!(oracle::judge_at(&plan, 1, &expected, Memory::Host), Ok(None), "{name}");
         for (what, mutant) in mutants(&plan) {
-            let report = verify(&mutant, &Options::default());
-            let bad = oracle::judge_at(&mutant, 1, &expected).expect("few states");
-            assert_eq!(report.proved, bad.is_none(), "{name}, {what}: {bad:?}, but {report}");
-            judged[usize::from(report.proved)] += 1;
+            for memory in [Memory::Host, Memory::Device] {
+                let report = verify(&mutant, &Options { memory, ..Options::default() });
+                let bad = oracle::judge_at(&mutant, 1, &expected, memory).expect("few states");
+                assert_eq!(report.proved, bad.is_none(), "{name}, {what}, {memory:?}: {bad:?}, but {report}");
+                judged[usize::from(report.proved)] += 1;
+            }
         }
     }
     assert!(judged[0] > 50 && judged[1] > 10, "{judged:?}");

@@ -7,7 +7,7 @@
 //!
 //! Chunks are a few units long, a unit being the alignment, and everything is told for each unit of each buffer (a *cell*):
 //! which inputs it holds, and, if there are relaxed signals, which blocks have been told of the last write. A block may
-//! touch only what it has been told of.
+//! touch only what it has been told of. In device memory packets tell of nothing but themselves.
 //!
 //! Packets and plain data of scratch may share bytes, and then end each other. Plain data may equal any flag: nobody may
 //! look for packets where they lie, be they of this launch or of the one before.
@@ -16,7 +16,7 @@ use std::cell::RefCell;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::ops::Range;
 
-use antiphon_plan::verify::{Expected, Source};
+use antiphon_plan::verify::{Expected, Memory, Source};
 use antiphon_plan::{
     Access, Block, BufferType, ChannelIndex, ChannelType, GroupShare, Mode, Notify, NotifyKind, OpKind,
     Pipeline, Plan, Put, PutKind, Rank, ReduceOp, Wiring,
@@ -123,18 +123,21 @@ pub struct Oracle<'a> {
     values: RefCell<Vec<Vec<usize>>>,
     /// Whether blocks have many threads.
     many: bool,
+    /// Whether it matters what blocks have been told.
     relaxed: bool,
+    memory: Memory,
 }
 
 /// What can go wrong with a plan at chunks of some units, of which the outputs must hold this, if anything can; `Err` if it
 /// has too many states.
-pub fn judge_at(plan: &Plan, units: u64, expected: &[Expected]) -> Result<Option<Bad>, ()> {
+pub fn judge_at(plan: &Plan, units: u64, expected: &[Expected], memory: Memory) -> Result<Option<Bad>, ()> {
     let mut spoilt = 0;
     // What a launch leaves in place of packets, the next one finds.
     for launch in 0..2 {
         for many in [false, true] {
             if (launch == 0 || spoilt != 0)
-                && let bad @ Some(_) = Oracle::new(plan, units, expected, many).explore(&mut spoilt)?.0
+                && let bad @ Some(_) =
+                    Oracle::new(plan, units, expected, many, memory).explore(&mut spoilt)?.0
             {
                 return Ok(bad);
             }
@@ -145,7 +148,7 @@ pub fn judge_at(plan: &Plan, units: u64, expected: &[Expected]) -> Result<Option
 
 /// What the outputs hold at the end of some run, chunk by chunk, where they hold the same everywhere in a chunk.
 pub fn outputs(plan: &Plan) -> Option<Vec<Expected>> {
-    let oracle = Oracle::new(plan, 1, &[], false);
+    let oracle = Oracle::new(plan, 1, &[], false, Memory::Host);
     let Ok((None, Some(end))) = oracle.explore(&mut 0) else { return None };
     let values = oracle.values.borrow();
     let row = |(cell, &(rank, buffer, packets, index)): (usize, &Cell)| {
@@ -202,7 +205,7 @@ fn units(all: Range<u64>, group: Option<GroupShare>, turn: Option<(u64, u64)>) -
 }
 
 impl<'a> Oracle<'a> {
-    fn new(plan: &'a Plan, chunk: u64, expected: &[Expected], many: bool) -> Self {
+    fn new(plan: &'a Plan, chunk: u64, expected: &[Expected], many: bool, memory: Memory) -> Self {
         let mut cells = Vec::new();
         let mut numbers: HashMap<Cell, usize> = HashMap::new();
         let mut number = |cell: Cell| {
@@ -266,11 +269,12 @@ impl<'a> Oracle<'a> {
             items = items.into_iter().map(|items| items.into_iter().flat_map(split).collect()).collect();
         }
         let relaxed = |item: &Item<'_>| matches!(item.kind, OpKind::Notify(Notify { relaxed: true, .. }));
-        let relaxed = many && items.iter().flatten().any(relaxed);
+        let packets = memory == Memory::Device && cells.iter().any(|cell| cell.2);
+        let relaxed = many && (packets || items.iter().flatten().any(relaxed));
         assert!(cells.len() <= Mask::BITS as usize);
         let values = RefCell::new(vec![Vec::new()]);
         let wiring = Wiring::new(plan);
-        Oracle { plan, blocks, items, cells, shared, wiring, expected, values, many, relaxed }
+        Oracle { plan, blocks, items, cells, shared, wiring, expected, values, many, relaxed, memory }
     }
 
     /// What is wrong with some run, if anything is with any, and the end of a run. `spoilt` is what runs before left in
@@ -748,7 +752,10 @@ impl<'a> Oracle<'a> {
                 after.ports.iter_mut().flatten().for_each(|pushed| pushed.told &= !written);
                 for &cell in to {
                     if self.cells[cell].2 && after.holds[cell] == NOTHING {
-                        after.told.packets[cell] = known | written;
+                        after.told.packets[cell] = match self.memory {
+                            Memory::Host => known | written,
+                            Memory::Device => 1 << cell | self.shared[cell],
+                        };
                     }
                 }
                 match pushed {

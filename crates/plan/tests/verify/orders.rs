@@ -78,7 +78,7 @@ fn served(finding: &Finding) -> Vec<u32> {
 fn sum_of(chunks: &[u64]) -> Options {
     let from = chunks.iter().map(|&index| Source { rank: Rank(0), index }).collect();
     let row = Expected { rank: Rank(0), index: 0, size: 1, from, op: ReduceOp::Sum };
-    Options { expectation: Some(Expectation::Table(vec![row])) }
+    Options { expectation: Some(Expectation::Table(vec![row])), ..Options::default() }
 }
 
 /// Each of the blocks does something with the output while it has the semaphore, and then says so.

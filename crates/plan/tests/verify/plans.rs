@@ -300,6 +300,39 @@ pub fn stages() -> Result<Plan> {
     program.plan()
 }
 
+/// Every rank puts a plain chunk into the next rank's scratch, and then another as packets. The next rank copies the plain chunk to its
+/// output once the packets are there; or, with a `signal` behind the plain chunk, once that has come too.
+pub fn announced(ranks: u32, signal: bool) -> Result<Plan> {
+    let program = Program::new("announced", &Collective::all_gather(ranks, 2), Options::default());
+    let scratch: Vec<_> = (0..ranks).map(|rank| program.rank(rank)?.scratch(6)).collect::<Result<_>>()?;
+    let channel = |from: u32| program.memory_channel((from + 1) % ranks, from);
+    let there: Vec<_> = (0..ranks).map(channel).collect::<Result<_>>()?;
+    // Between two ranks it is the same channel.
+    let back = |own: u32| program.memory_channel((own + ranks - 1) % ranks, own);
+    let back: Vec<_> = if ranks == 2 { Vec::new() } else { (0..ranks).map(back).collect::<Result<_>>()? };
+    let back = if ranks == 2 { &there } else { &back };
+    for own in 0..ranks {
+        let (next, rank) = (&scratch[((own + 1) % ranks) as usize], program.rank(own)?);
+        there[own as usize].put(next.chunk(5)?, rank.input().chunk(0)?, 0)?;
+        rank.barrier(&[0])?;
+        if signal {
+            there[own as usize].signal(0, BOTH)?;
+        }
+        there[own as usize].put_packets(next.chunk(0)?, rank.input().chunk(1)?, 0)?;
+    }
+    for own in 0..ranks {
+        let (rank, mine) = (program.rank(own)?, &scratch[own as usize]);
+        let from = u64::from((own + ranks - 1) % ranks) * 2;
+        rank.unpack_packets(rank.output().chunk(from + 1)?, mine.chunk(0)?, 0)?;
+        rank.barrier(&[0])?;
+        if signal {
+            back[own as usize].wait(0, BOTH)?;
+        }
+        rank.copy(rank.output().chunk(from)?, mine.chunk(5)?, 0)?;
+    }
+    program.plan()
+}
+
 /// Rank 0 puts one chunk after the other into the same place of rank 1's scratch, and rank 1 copies each to its output.
 /// `full` says whether the signal and the wait that tell that a chunk is there are relaxed; `empty`, of those that tell
 /// that it has been copied, if there are any.

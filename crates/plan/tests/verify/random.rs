@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use antiphon_plan::verify::{Expectation, Expected, Kind, Options, Source, verify, verify_at};
+use antiphon_plan::verify::{Expectation, Expected, Kind, Memory, Options, Source, verify, verify_at};
 use antiphon_plan::*;
 use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestRunner};
@@ -366,6 +366,8 @@ struct Seen {
     contended: [usize; 2],
     /// Those in which packets and plain data share bytes of scratch: right, and not.
     mixed: [usize; 2],
+    /// Those that are right on a host and wrong in device memory.
+    only_on_host: usize,
     /// With outputs that are judged; those of several inputs; with relaxed signals that are waited for, which are right
     /// or would be without; with pipelines; with groups.
     right_with: BTreeMap<&'static str, usize>,
@@ -454,13 +456,13 @@ fn agree(cases: u32, blocks: impl Strategy<Value = Blocks>) -> Seen {
     let agree = TestRunner::new(config).run(&(blocks, changes()), |(blocks, changes)| {
         let plan = changes.apply(blocks);
         let expected = changes.expected(&plan);
-        let options = Options { expectation: Some(Expectation::Table(expected.clone())) };
+        let options = Options { expectation: Some(Expectation::Table(expected.clone())), ..Options::default() };
         let whole = verify(&plan, &options);
         for units in 1..3 {
             let report = verify_at(&plan, &options, units * UNIT);
             let undecided = |kind: &Kind| matches!(kind, Kind::TooLarge { .. });
             prop_assert!(!report.errors().any(|error| undecided(&error.kind)), "{}\n{}", report, plan.to_json());
-            let Ok(bad) = oracle::judge_at(&plan, units, &expected) else { continue };
+            let Ok(bad) = oracle::judge_at(&plan, units, &expected, Memory::Host) else { continue };
             prop_assert_eq!(
                 bad.is_none(),
                 report.proved,
@@ -471,6 +473,19 @@ fn agree(cases: u32, blocks: impl Strategy<Value = Blocks>) -> Seen {
                 plan.to_json()
             );
             prop_assert!(bad.is_none() || !whole.proved, "{} units: {:?}\n{}", units, bad, plan.to_json());
+            if let Ok(bad_on_device) = oracle::judge_at(&plan, units, &expected, Memory::Device) {
+                let report = verify_at(&plan, &Options { memory: Memory::Device, ..options.clone() }, units * UNIT);
+                prop_assert_eq!(
+                    bad_on_device.is_none(),
+                    report.proved,
+                    "{} units in device memory: {:?}, but {}\n{}",
+                    units,
+                    bad_on_device,
+                    report,
+                    plan.to_json()
+                );
+                seen.borrow_mut().only_on_host += usize::from(bad.is_none() && bad_on_device.is_some());
+            }
             let mut seen = seen.borrow_mut();
             let wrong = usize::from(bad.is_some());
             seen.contended[wrong] += usize::from(contended(&plan));
@@ -483,7 +498,7 @@ fn agree(cases: u32, blocks: impl Strategy<Value = Blocks>) -> Seen {
                 ("values", !expected.is_empty()),
                 ("sums", expected.iter().any(|row| row.from.len() > 1)),
                 // Only what is relaxed is wrong about it.
-                ("relaxed", relaxed && (bad.is_none() || oracle::judge_at(&strict(&plan), units, &expected) == Ok(None))),
+                ("relaxed", relaxed && (bad.is_none() || oracle::judge_at(&strict(&plan), units, &expected, Memory::Host) == Ok(None))),
                 ("pipeline", changes.turned.contains(&true) && ops(&plan).filter(data).count() > 1),
                 ("group", !changes.shares.is_empty() && ops(&plan).filter(data).count() > 1),
             ];
@@ -613,4 +628,47 @@ fn the_same_where_packets_and_plain_data_share_scratch() {
     let blocks = [block(1..5), block(0..3), block(0..3), block(0..1)];
     let seen = agree(1_500, blocks.prop_map(|blocks| in_pairs(blocks.to_vec())));
     assert!(seen.mixed.iter().all(|&plans| plans > 20) && seen.bad["Mistaken"] > 20, "{seen:?}");
+}
+
+/// A rank stores plain data at the other, then packets, which announce them on a host alone; perhaps a signal does it too. The other
+/// takes the packets, then the data, or stores data in their place.
+fn announced() -> impl Strategy<Value = Blocks> {
+    let packets = LocalChunk { buffer: BufferType::Scratch, index: 0, size: 1 };
+    let data = |at| LocalChunk { buffer: BufferType::Scratch, index: at, size: 1 };
+    let copy = |kind, src, dst| OpKind::Copy(Copy { kind, src, dst, group: None });
+    let (memory, mostly) = (ChannelType::Memory, || prop::bool::weighted(0.9));
+    let chunks = || (chunk(BufferType::Input), chunk(BufferType::Input), chunk(BufferType::Output), 2..4u64);
+    let steps = move || (prop::option::of(0..3usize), 0..3u32, [mostly(), mostly(), mostly(), mostly()]);
+    let side = move || {
+        (chunks(), steps()).prop_map(move |((plain, packed, out, at), (signal, then, meets))| {
+            let nop = |meets: bool| meets.then_some(OpKind::Nop);
+            let mut sends = vec![put(PutKind::Plain, memory, plain, (2, at))];
+            sends.extend(nop(meets[0]));
+            sends.push(put(PutKind::Packets, memory, packed, (2, 0)));
+            let mut takes = vec![copy(CopyKind::Unpack, packets, LocalChunk { index: 1 - out.index, ..out })];
+            takes.extend(nop(meets[1]));
+            if let Some(place) = signal {
+                sends.insert(place.min(sends.len()), notify(NotifyKind::Signal, memory));
+                takes.extend([notify(NotifyKind::Wait, memory)]);
+                takes.extend(nop(meets[2]));
+            }
+            match then {
+                0 => takes.push(copy(CopyKind::Plain, plain, data(at))),
+                1 => takes.push(copy(CopyKind::Plain, data(at), out)),
+                _ => takes.push(copy(CopyKind::Plain, data(5 - at), out)), // look-alikes, which nobody wrote
+            }
+            sends.extend(nop(meets[3]));
+            (sends, takes)
+        })
+    };
+    (side(), prop::option::of(side())).prop_map(|((sends, takes), other)| {
+        let (back, gets) = other.unwrap_or_default();
+        [vec![sends, gets], vec![takes, back]]
+    })
+}
+
+#[test]
+fn the_same_where_only_packets_announce_data() {
+    let seen = agree(600, announced());
+    assert!(seen.only_on_host > 100 && seen.right - seen.only_on_host > 20, "{seen:?}");
 }

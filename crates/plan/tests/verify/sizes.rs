@@ -185,6 +185,7 @@ impl Stages {
         let more = self.more.map(|_| copied(2, 1));
         Options {
             expectation: Some(Expectation::Table([copied(0, self.chunks)].into_iter().chain(more).collect())),
+            ..Options::default()
         }
     }
 }
@@ -382,7 +383,7 @@ fn not_in_step() -> Vec<(&'static str, Plan)> {
 fn first_copied() -> Options {
     let from = vec![Source { rank: Rank(0), index: 0 }];
     let row = Expected { rank: Rank(0), index: 0, size: 1, from, op: ReduceOp::Sum };
-    Options { expectation: Some(Expectation::Table(vec![row])) }
+    Options { expectation: Some(Expectation::Table(vec![row])), ..Options::default() }
 }
 
 #[test]
