@@ -137,7 +137,7 @@ interpret(const __grid_constant__ arguments a, const __grid_constant__ plan_call
             if (!clears(of_launch().flag)) l.step += l.step->detail;
         } else {
             u32 round = 0;
-            awaited w{};
+            awaited w;
             while (!has_failed && !work(l, round, w)) has_failed = !wait(l, w);
         }
     }

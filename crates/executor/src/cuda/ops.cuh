@@ -110,7 +110,8 @@ struct awaited {
 DEVICE bool wait(const launch& l, const awaited& w) {
     turn t{};
     t.slot = of_launch().slot;
-    return reader(l.a, t).wait_for<true>(w.expected, [&](u32& missing, tag& seen) {
+    const u64 expected = w.what == until::NOW ? 0 : w.expected;
+    return reader(l.a, t).wait_for<true>(expected, [&](u32& missing, tag& seen) {
         const bool has_come = w.has_come(seen.low);
         if (!has_come) missing = w.peer, seen.high = l.step - l.p.steps + 1;
         return has_come;
