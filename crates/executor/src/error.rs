@@ -51,6 +51,15 @@ pub enum ExecutorError {
         /// What, with the numbers.
         what: String,
     },
+    /// A plan for GPUs whose proof is about the memory of a host, where packets say more.
+    #[error(
+        "plan {plan:?} is proved for the memory of a host: between GPUs it needs a proof with `memory: Memory::Device`, as \
+         `antiphon plan verify --memory device` makes it"
+    )]
+    Proof {
+        /// The plan's name.
+        plan: String,
+    },
     /// A message whose chunks are larger than what the plan is proved for, and cannot be done in parts.
     #[error(
         "plan {plan:?} is proved for chunks of up to {largest_chunk} bytes, those of the message have {chunk}, and no part \

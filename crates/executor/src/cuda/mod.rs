@@ -73,8 +73,8 @@
 //!
 //! ## Limits
 //!
-//! Proofs are of the host's memory so far, where a packet also publishes what its writer did before. A plan in which nothing but packets
-//! announces *plain* data passes such a proof, and may read old data here. No plan of the library is like that.
+//! A plan is proved for device memory ([`verify::Memory`](antiphon_plan::verify::Memory)): on a host a packet also publishes what its writer
+//! did before.
 //!
 //! Between up to 8 ranks of one machine. A message is done in one launch: its chunks must be within what is proved, and its scratch
 //! within [`CudaOptions::most_scratch`]. All numeric dtypes, whose tensors may begin at any element.

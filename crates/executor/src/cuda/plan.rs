@@ -10,7 +10,10 @@ use antiphon_fabric::{
     Communicator, FabricError, Operation, Signature,
     gpu::{MAX_BLOCKS, Tenant, UntilIdle},
 };
-use antiphon_plan::{Extent, Plan, Wiring, verify::VerifiedPlan};
+use antiphon_plan::{
+    Extent, Plan, Wiring,
+    verify::{self, VerifiedPlan},
+};
 use antiphon_tensor::{DType, Device, TensorError};
 
 use super::{
@@ -105,7 +108,8 @@ impl CudaPlan {
     /// the same place among their calls.
     ///
     /// # Errors
-    /// On all ranks, whose communicator stays usable: [`ExecutorError::Plan`] if [`Plan::check`] refuses it,
+    /// On all ranks, whose communicator stays usable: [`ExecutorError::Proof`] for a plan that is proved for the memory of a host alone,
+    /// [`Plan`](ExecutorError::Plan) if [`Plan::check`] refuses it,
     /// [`WorldSize`](ExecutorError::WorldSize), [`Buffers`](ExecutorError::Buffers), [`Operation`](ExecutorError::Operation) if it
     /// leaves a buffer, [`PlansDiffer`](ExecutorError::PlansDiffer), [`Occupancy`](ExecutorError::Occupancy) for too many thread
     /// blocks, and [`Fabric`](ExecutorError::Fabric) as [`Tenant::new`]: for more than 8 ranks, ranks on several machines, and
@@ -116,21 +120,22 @@ impl CudaPlan {
         plan: &VerifiedPlan,
         options: CudaOptions,
     ) -> Result<Self> {
-        // Here stands the check that the proof is for device memory, as soon as `VerifiedPlan::memory` says so.
-        let (plan, largest_chunk) = (plan.plan().clone(), plan.report().largest_chunk);
         let call = Signature::new(Operation::LoadPlan);
-        comm.as_part_of(&call, || Self::load_together(comm, context, plan, options, largest_chunk))
+        comm.as_part_of(&call, || Self::load_together(comm, context, plan, options))
     }
 
     fn load_together(
         comm: &Communicator,
         context: &Context,
-        plan: Plan,
+        plan: &VerifiedPlan,
         options: CudaOptions,
-        largest_chunk: Option<u64>,
     ) -> Result<Self> {
         comm.check_one_node("a plan")?;
-        let checked = Checked::new(comm, &plan, options.packets, largest_chunk);
+        let (memory, largest_chunk, plan) = (plan.memory(), plan.report().largest_chunk, plan.plan().clone());
+        let checked = match memory {
+            verify::Memory::Device => Checked::new(comm, &plan, options.packets, largest_chunk),
+            verify::Memory::Host => Err(ExecutorError::Proof { plan: name_of(&plan) }),
+        };
         let checked = comm.agree("cannot load its plan", checked)?;
         checked.same_everywhere(comm, &plan)?;
         let tenant = Tenants::of(comm, context)?;

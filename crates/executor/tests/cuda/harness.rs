@@ -10,7 +10,7 @@ use antiphon_executor::{
 use antiphon_fabric::{Communicator, LocalWorld};
 use antiphon_plan::{
     Plan,
-    verify::{Options as Proof, VerifiedPlan},
+    verify::{Memory, Options as Proof, VerifiedPlan},
 };
 use antiphon_tensor::{Device, Element, TensorView};
 
@@ -53,7 +53,8 @@ pub fn run<T: Send>(
 
 /// A proof of a plan that is right.
 pub fn proved(plan: Plan) -> VerifiedPlan {
-    VerifiedPlan::new(plan, &Proof::default()).unwrap_or_else(|report| panic!("{report}"))
+    VerifiedPlan::new(plan, &Proof { memory: Memory::Device, ..Proof::default() })
+        .unwrap_or_else(|report| panic!("{report}"))
 }
 
 /// Values of every size and sign, whose sums depend on their order. Some are special to floats: what they give has one form too.

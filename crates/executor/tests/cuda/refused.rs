@@ -5,12 +5,15 @@ use antiphon_executor::{
     cuda::{CudaOptions, CudaPlan},
 };
 use antiphon_language::library::{Setting, find};
-use antiphon_plan::PlanError;
+use antiphon_plan::{
+    PlanError,
+    verify::{Options as Proof, VerifiedPlan},
+};
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 use crate::harness::{Both, on_gpus, proved};
 
-fn one_shot(ranks: u32, instances: u32) -> antiphon_plan::verify::VerifiedPlan {
+fn one_shot(ranks: u32, instances: u32) -> VerifiedPlan {
     let mut setting = Setting::new(ranks);
     setting.options.instances = instances;
     proved(find("one-shot-all-reduce").unwrap().plan(&setting).unwrap())
@@ -24,6 +27,12 @@ fn plans_that_do_not_fit_are_refused_on_2() {
         let load = |plan| CudaPlan::load(comm, context, plan, CudaOptions::default());
         let error = load(&for_three).unwrap_err();
         assert!(matches!(error, ExecutorError::WorldSize { ranks: 3, world_size: 2, .. }), "{error:?}");
+        let of_host = VerifiedPlan::new(right.plan().clone(), &Proof::default()).expect("it is right");
+        let error = load(&of_host).unwrap_err();
+        assert!(
+            matches!(error, ExecutorError::Proof { .. }) && error.to_string().contains("--memory device"),
+            "{error}"
+        );
         let error = load(if comm.rank() == 0 { &right } else { &other }).unwrap_err();
         assert!(matches!(error, ExecutorError::PlansDiffer { .. }), "{error:?}");
         let mut small = CudaPlan::load(
