@@ -3,7 +3,7 @@
 use antiphon_language::library::{self, ALGORITHMS, Algorithm, Setting};
 use antiphon_language::{LanguageError, Options, Plan, ReduceOp};
 use antiphon_plan::simulate::{Cluster, SimulateError, fitting, simulate};
-use antiphon_plan::verify::{Options as Proof, verify};
+use antiphon_plan::verify::{Memory, Options as Proof, verify};
 
 /// Every algorithm for that many ranks, out of place and, where it works, in place.
 fn settings(ranks: u32) -> impl Iterator<Item = (&'static Algorithm, Setting)> {
@@ -20,13 +20,15 @@ fn plan(algorithm: &Algorithm, setting: &Setting) -> Plan {
 
 /// In bounds, balanced, free of deadlocks and races, right results, and nothing to remark.
 fn prove(plan: &Plan) {
-    let report = verify(plan, &Proof::default());
-    let (name, ranks) = (plan.name.as_deref().unwrap_or_default(), plan.num_ranks());
-    assert!(
-        report.proved && report.meaning && report.findings.is_empty(),
-        "{name} of {ranks} ranks, in place: {}: {report}",
-        plan.inplace
-    );
+    for memory in [Memory::Host, Memory::Device] {
+        let report = verify(plan, &Proof { memory, ..Proof::default() });
+        let (name, ranks) = (plan.name.as_deref().unwrap_or_default(), plan.num_ranks());
+        assert!(
+            report.proved && report.meaning && report.findings.is_empty(),
+            "{name} of {ranks} ranks, in place: {}, {memory:?}: {report}",
+            plan.inplace
+        );
+    }
 }
 
 #[test]
