@@ -62,6 +62,7 @@ FAMILIES = [
     ("crates/moe/src/hybrid/", "moe", ["hybrid::hybrid_scales_go_along_on_2_gpus", "rings::hybrid_wrapped_rings_end_on_2_gpus"]),
     ("crates/moe/src/low_latency/", "moe", ["orders::low_latency_calls_keep_their_order_around_captures_on_2_gpus"]),
     ("crates/moe/src/layout/", "moe", ["orders::rows_keep_their_order_around_captures_on_2_gpus"]),
+    ("crates/executor/src/cuda/", "executor", ["graphs::graphs_replay_between_eager_calls_on_2", "every_operation_has_the_hosts_bits_on_3"]),
 ]
 """Of each folder of kernels: the package and the tests that run them."""
 
@@ -112,7 +113,7 @@ def marker(file: Path) -> str:
 def programs() -> dict[str, str]:
     """The test program of each package, which Cargo has built."""
     # The packages are all that `make emulated` tests, so that nothing is built with other features.
-    packages = ["device", "fabric", "moe", "collectives"]
+    packages = ["device", "fabric", "moe", "collectives", "executor"]
     command = ["cargo", "test", *(f"-pantiphon-{package}" for package in packages), "--test", "cuda", "--no-run", "--message-format", "json"]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     found = {}
