@@ -41,7 +41,7 @@
 //!   In **device memory** ([`Memory::Device`]) a packet says less. PTX makes what a thread wrote visible to another only by a release
 //!   and an acquire, and a packet is a relaxed store. So the reader of a packet knows its bytes and nothing else: it orders execution as
 //!   a relaxed signal does (what was read before it may be overwritten), but data that its writer stored before, elsewhere or in the same
-//!   operation, need not be there. Who is told of the reader by a signal knows of the packet what the reader knew. Plain bytes that are
+//!   operation, need not be there. A block to which the reader then signals knows of the packet, too. Plain bytes that are
 //!   read, or overwritten, where only packets say that they were written are an error ([`Kind::OnlyAnnounced`]).
 //! * **Packets and plain data** may share bytes of scratch, one after the other. A reader must find in such bytes the kind that
 //!   it reads. Plain data may equal any flag, so a reader must not begin to wait for packets while plain data lie there, of this

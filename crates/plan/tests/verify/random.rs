@@ -484,6 +484,7 @@ fn agree(cases: u32, blocks: impl Strategy<Value = Blocks>) -> Seen {
                     report,
                     plan.to_json()
                 );
+                prop_assert!(bad.is_none() || !report.proved, "right in device memory alone\n{}", plan.to_json());
                 seen.borrow_mut().only_on_host += usize::from(bad.is_none() && bad_on_device.is_some());
             }
             let mut seen = seen.borrow_mut();
