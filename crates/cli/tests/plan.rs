@@ -45,6 +45,20 @@ fn packets() -> Result<Plan> {
     program.plan()
 }
 
+/// Rank 0 stores its input's first half at rank 1 as plain data, and announces it only by its second half, as packets.
+fn announced_by_packets() -> Result<Plan> {
+    let program = Program::new("announced", &Collective::all_gather(2, 2), Options::default());
+    let (giver, taker) = (program.rank(0)?, program.rank(1)?);
+    let (scratch, there) = (taker.scratch(4)?, program.memory_channel(1, 0)?);
+    there.put(scratch.chunk(3)?, giver.input().chunk(0)?, 0)?;
+    giver.barrier(&[0])?;
+    there.put_packets(scratch.chunk(0)?, giver.input().chunk(1)?, 0)?;
+    taker.unpack_packets(taker.output().chunk(1)?, scratch.chunk(0)?, 0)?;
+    taker.barrier(&[0])?;
+    taker.copy(taker.output().chunk(0)?, scratch.chunk(3)?, 0)?;
+    program.plan()
+}
+
 struct Folder(tempfile::TempDir);
 
 impl Folder {
@@ -98,6 +112,32 @@ fn a_plan_is_built_proved_predicted_run_and_drawn() {
     assert!(rows.len() == 2 && rows[0].contains("65536") && rows[1].contains("1048576"), "{ran}");
     folder.printed("show plan.json --html plan.html --size 64K");
     assert!(fs::read_to_string(folder.path("plan.html")).unwrap().starts_with("<!doctype html>"));
+}
+
+#[test]
+fn a_plan_may_be_right_on_hosts_and_wrong_on_gpus() {
+    let folder = Folder::with(&announced_by_packets().unwrap());
+    let row = |index| {
+        format!(
+            r#"{{"rank": 1, "index": {index}, "size": 1, "op": "sum", "from": [{{"rank": 0, "index": {index}}}]}}"#
+        )
+    };
+    fs::write(folder.path("rows.json"), format!("[{}, {}]", row(0), row(1))).unwrap();
+    for host in ["", " --memory host"] {
+        assert!(
+            folder.printed(&format!("verify written.json --expect rows.json{host}")).starts_with("proved")
+        );
+    }
+    let proof = folder.plan("verify written.json --expect rows.json --memory device");
+    assert_eq!(proof.status.code(), Some(1));
+    assert!(
+        text(&proof.stdout).contains("error: only announced: the second reads"),
+        "{}",
+        text(&proof.stdout)
+    );
+    let usage = folder.plan("verify written.json --memory gpu");
+    assert_eq!(usage.status.code(), Some(2));
+    assert!(text(&usage.stderr).contains("[possible values: host, device]"), "{}", text(&usage.stderr));
 }
 
 #[test]

@@ -101,7 +101,7 @@ impl Rank {
     pub fn download(&self, memory: &DeviceMemory, offset: usize, bytes: usize) -> Outcome<Vec<u8>> {
         let mut read = vec![0; bytes];
         memory.read(&self.stream, offset, &mut read)?;
-        self.collectives.check()?; // what a kernel says of itself explains more than what it left
+        self.collectives.check()?; // the kernel's own error explains more than wrong results
         Ok(read)
     }
 

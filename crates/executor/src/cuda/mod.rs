@@ -15,14 +15,13 @@
 //! }
 //!
 //! // And this as often as they like, with tensors of 1 MiB: eagerly, or while the stream is captured.
-//! //
-//! // SAFETY: of the call: the tensors live until the stream has passed it.
 //! unsafe fn call(
 //!     plan: &CudaPlan,
 //!     input: TensorView<'_>,
 //!     output: TensorViewMut<'_>,
 //!     stream: StreamRef<'_>,
 //! ) -> Result<(), ExecutorError> {
+//!     // SAFETY: the caller of this function keeps the tensors until the stream has passed the call.
 //!     unsafe { plan.execute(input, output, stream) }
 //! }
 //! ```

@@ -166,37 +166,12 @@ fn check(plan: &Plan, dtype: DType, options: Options, tensors: Tensors, bytes: &
     });
 }
 
-/// All algorithms.
-fn all(ranks: u32, op: ReduceOp) -> Vec<Plan> {
-    let plans = [
-        plans::two_shot(ranks, op, false),
-        plans::two_shot(ranks, op, true),
-        plans::packets(ranks, op, false),
-        plans::packets(ranks, op, true),
-        plans::packets_two_shot(ranks, op, Relay::Together),
-        plans::packets_two_shot(ranks, op, Relay::Sent),
-        plans::packets_two_shot(ranks, op, Relay::Apart),
-        plans::ring_all_gather(ranks),
-        plans::get_all_gather(ranks, 3),
-        plans::in_place_all_gather(ranks),
-        plans::in_place_reduce_scatter(ranks, op),
-        plans::pipelined_all_to_all(ranks, 48),
-        plans::switch_all_reduce(ranks, op, true),
-        plans::switch_all_reduce(ranks, op, false),
-        plans::switch_packets(ranks),
-        plans::local_reduce(ranks, op),
-        plans::turns(ranks),
-        plans::port_packets(ranks),
-    ];
-    plans.into_iter().map(Result::unwrap).collect()
-}
-
 /// The tests are of all operations.
 #[test]
 fn every_operation_has_its_plan() {
     let mut seen = std::collections::BTreeSet::new();
     let mut note = |op: &antiphon_plan::Op| seen.insert(op.kind.name());
-    for plan in all(3, ReduceOp::Sum).iter() {
+    for plan in plans::all(3, ReduceOp::Sum).iter() {
         for op in plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops) {
             note(op);
             if let antiphon_plan::OpKind::Pipeline(pipeline) = &op.kind {
@@ -211,7 +186,7 @@ fn every_operation_has_its_plan() {
 
 #[test]
 fn every_algorithm_on_tensors_anywhere() {
-    for plan in all(3, ReduceOp::Sum) {
+    for plan in plans::all(3, ReduceOp::Sum) {
         for tensors in Tensors::ALL {
             check(&plan, DType::F32, Options::default(), tensors, &[16, 64, 16]);
         }
@@ -253,7 +228,7 @@ fn both_kinds_of_packets_over_many_launches() {
 /// Chunks that are no whole number of packets, shares or turns.
 #[test]
 fn ragged_chunks() {
-    for mut plan in all(2, ReduceOp::Sum) {
+    for mut plan in plans::all(2, ReduceOp::Sum) {
         plan.buffer_alignment = 4;
         for packets in [PacketKind::LL8, PacketKind::LL16] {
             check(&plan, DType::F32, Options { packets }, Tensors::Private, &[4, 12, 20, 52, 100]);

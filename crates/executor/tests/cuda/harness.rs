@@ -177,7 +177,7 @@ impl<'a> Both<'a> {
         let shift = if self.in_place && got < given { self.rank.comm.rank() * got } else { 0 };
         let mut read = vec![0; got * size_of::<T>()];
         call.output.read(&self.rank.stream, (call.offset + shift) * size_of::<T>(), &mut read)?;
-        self.gpu.check()?; // what a kernel says of itself explains more than what it left
+        self.gpu.check()?; // the kernel's own error explains more than wrong results
         let (size, expected) = (size_of::<T>(), bytes_of(&call.expected));
         match read.chunks(size).zip(expected.chunks(size)).position(|(a, b)| a != b) {
             None => Ok(()),

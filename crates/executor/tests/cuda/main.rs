@@ -126,35 +126,9 @@ fn instances_share_the_work_on_2() {
     }
 }
 
-/// Plans that together have every operation.
-fn operations(ranks: u32, op: ReduceOp) -> Vec<Plan> {
-    use plans::Relay;
-    let plans = [
-        plans::two_shot(ranks, op, false),
-        plans::two_shot(ranks, op, true),
-        plans::packets(ranks, op, false),
-        plans::packets(ranks, op, true),
-        plans::packets_two_shot(ranks, op, Relay::Together),
-        plans::packets_two_shot(ranks, op, Relay::Sent),
-        plans::packets_two_shot(ranks, op, Relay::Apart),
-        plans::ring_all_gather(ranks),
-        plans::get_all_gather(ranks, 3),
-        plans::in_place_all_gather(ranks),
-        plans::in_place_reduce_scatter(ranks, op),
-        plans::pipelined_all_to_all(ranks, 48),
-        plans::switch_all_reduce(ranks, op, true),
-        plans::switch_all_reduce(ranks, op, false),
-        plans::switch_packets(ranks),
-        plans::local_reduce(ranks, op),
-        plans::turns(ranks),
-        plans::port_packets(ranks),
-    ];
-    plans.into_iter().map(Result::unwrap).collect()
-}
-
 #[test]
 fn every_operation_has_the_hosts_bits_on_3() {
-    for plan in operations(3, ReduceOp::Sum) {
+    for plan in plans::all(3, ReduceOp::Sum) {
         let plan = proved(plan);
         on_gpus(3, |rank| {
             let mut both = Both::load(rank, &plan, CudaOptions::default())?;

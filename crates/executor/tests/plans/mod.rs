@@ -393,3 +393,28 @@ pub fn alone() -> Result<Plan> {
     rank.reduce(output.chunk(1)?, &[output.chunk(0)?], 0, output.chunk(1)?, ReduceOp::Max)?;
     program.plan()
 }
+
+/// Plans that together have every operation.
+pub fn all(ranks: u32, op: ReduceOp) -> Vec<Plan> {
+    let plans = [
+        two_shot(ranks, op, false),
+        two_shot(ranks, op, true),
+        packets(ranks, op, false),
+        packets(ranks, op, true),
+        packets_two_shot(ranks, op, Relay::Together),
+        packets_two_shot(ranks, op, Relay::Sent),
+        packets_two_shot(ranks, op, Relay::Apart),
+        ring_all_gather(ranks),
+        get_all_gather(ranks, 3),
+        in_place_all_gather(ranks),
+        in_place_reduce_scatter(ranks, op),
+        pipelined_all_to_all(ranks, 48),
+        switch_all_reduce(ranks, op, true),
+        switch_all_reduce(ranks, op, false),
+        switch_packets(ranks),
+        local_reduce(ranks, op),
+        turns(ranks),
+        port_packets(ranks),
+    ];
+    plans.into_iter().map(Result::unwrap).collect()
+}

@@ -301,8 +301,9 @@ pub fn stages() -> Result<Plan> {
 }
 
 /// Every rank puts a plain chunk into the next rank's scratch, and then another as packets. The next rank copies the plain chunk to its
-/// output once the packets are there; or, with a `signal` behind the plain chunk, once that has come too.
-pub fn announced(ranks: u32, signal: bool) -> Result<Plan> {
+/// output once the packets are there; or, with a `signal` behind the plain chunk, once that has come too. If it `overwrites`, it stores a
+/// chunk of its own in the place of the plain one instead.
+pub fn announced(ranks: u32, signal: bool, overwrites: bool) -> Result<Plan> {
     let program = Program::new("announced", &Collective::all_gather(ranks, 2), Options::default());
     let scratch: Vec<_> = (0..ranks).map(|rank| program.rank(rank)?.scratch(6)).collect::<Result<_>>()?;
     let channel = |from: u32| program.memory_channel((from + 1) % ranks, from);
@@ -328,7 +329,10 @@ pub fn announced(ranks: u32, signal: bool) -> Result<Plan> {
         if signal {
             back[own as usize].wait(0, BOTH)?;
         }
-        rank.copy(rank.output().chunk(from)?, mine.chunk(5)?, 0)?;
+        match overwrites {
+            true => rank.copy(mine.chunk(5)?, rank.input().chunk(0)?, 0)?,
+            false => rank.copy(rank.output().chunk(from)?, mine.chunk(5)?, 0)?,
+        }
     }
     program.plan()
 }

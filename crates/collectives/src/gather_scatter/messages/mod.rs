@@ -331,11 +331,15 @@ impl CudaCollectives {
         }
         let tenant = &self.messages;
         let multiprocessors = stream.multiprocessors()?.min(tenant.multiprocessors());
+        // Of a call of all ranks, all refuse or none.
+        let most = match signature.operation {
+            Operation::Message => sends.len() + receives.len(),
+            _ => 2 * (self.world_size() - 1),
+        } as u32;
         let too_few = || {
-            let text = format!("{multiprocessors} multiprocessors are too few for the messages of this call");
+            let text = format!("{multiprocessors} multiprocessors are too few for {most} messages at once");
             FabricError::InvalidArgument(text)
         };
-        let most = (sends.len() + receives.len()).max(1) as u32;
         grid(0, most, self.world_size(), multiprocessors).ok_or_else(too_few)?; // before the call takes its turn
         // Sending and receiving use different words of a ring's state, and so have an order each: two ranks may both send,
         // on one stream, before they receive, on another.
