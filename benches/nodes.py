@@ -6,6 +6,7 @@
 The nodes are network namespaces with a cable between them, and UCX and gloo go over TCP. It needs torch, UCX (`pip install libucx-cu13`),
 iproute2, util-linux, and root or user namespaces. Contenders take turns, each time in new processes, bound to cores in turn; of the
 rounds the medians are recorded, with the least and the most. `engine` is what UCX does over TCP between two processes of one namespace.
+`--mixed` times mixed collectives of two nodes of two ranks instead.
 """
 
 import argparse
@@ -37,6 +38,9 @@ CASES: dict[int, list[tuple[str, list[int], tuple[str, ...]]]] = {
         ("broadcast", [MIB, 4 * MIB, 16 * MIB], ("auto",)),
     ],
 }
+#: Mixed operations of two nodes of two ranks: by tensor parallel ranks of a node and nodes, the modes.
+MIXED = {"1x2": ("auto", "waits", "bytes2", "composed"), "2x1": ("auto", "waits", "bytes1", "composed")}
+MIXED_SIZES = [64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB]
 NAMESPACES = """
 set -e
 mount -t sysfs sysfs /sys
@@ -63,12 +67,30 @@ def gloo(cases: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, world = dist.get_rank(), dist.get_world_size()
+    groups = {}
+    if world == 4:  # by tensor parallel sizes: the group that shares tensors, and the other
+        within, across = [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+        for name, (shares, others) in {"2x1": (within, across), "1x2": (across, within)}.items():
+            made = [[(ranks, dist.new_group(ranks)) for ranks in kind] for kind in (shares, others)]
+            groups[name] = [next(group for ranks, group in kind if rank in ranks) for kind in made]
     for case in cases:
         operation, size, form = case.split(":")
         count = int(size) // 4
         tensor = torch.ones(count)
-        block = torch.ones(count // world)
+        tp, dp = groups.get(form.split("/")[0], (None, None))
+        block = torch.ones(count // (world if tp is None else 2))
+
+        def gather() -> None:
+            dist.all_reduce(block, group=tp)
+            dist.all_gather_into_tensor(tensor, block, group=dp)
+
+        def scatter() -> None:
+            dist.reduce_scatter_tensor(block, tensor, group=dp)
+            dist.all_reduce(block, group=tp)
+
         calls = {
+            "all_reduce_all_gather": gather,
+            "reduce_scatter_all_reduce": scatter,
             "all_reduce": lambda: dist.all_reduce(tensor),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(block, tensor),
             "all_gather": lambda: dist.all_gather_into_tensor(tensor, block),
@@ -87,6 +109,7 @@ def gloo(cases: list[str]) -> None:
             dist.all_reduce(own, op=dist.ReduceOp.MAX)
             times.append(own.item())
             tensor.fill_(1.0)
+            block.fill_(1.0)
         if rank == 0:
             print(operation, size, form, f"{statistics.median(times):.1f}", flush=True)
     dist.destroy_process_group()
@@ -123,6 +146,31 @@ def engine() -> list[dict[str, Any]]:
         return list(json.loads(file.read_text())["rows"])
 
 
+def measure_mixed(second: str, rounds: int) -> dict[str, Any]:
+    """The rows of mixed operations; gloo's are one collective in each kind of group."""
+    taken: dict[tuple[str, int, str, str], list[float]] = {}
+    port = 29500
+    for _ in range(rounds):
+        for name in ("all_reduce_all_gather", "reduce_scatter_all_reduce"):
+            ours = [f"{name}:{size}:{tp}/{mode}" for tp, modes in MIXED.items() for size in MIXED_SIZES for mode in modes]
+            theirs = [f"{name}:{size}:{tp}/gloo" for tp in MIXED for size in MIXED_SIZES]
+            ours_command = [str(TARGET / "examples" / "nodes"), *ours]
+            for command in (ours_command, [sys.executable, str(HERE), "--gloo", *theirs]):
+                port += 2
+                for line in run(second, 2, port, command):
+                    operation, size, form, took = line.split()
+                    tp, mode = form.split("/")
+                    taken.setdefault((operation, int(size), tp, mode), []).append(float(took))
+    rows: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for (operation, size, tp, mode), times in taken.items():
+        row = rows.setdefault((operation, size, tp), {"nodes": "2x2", "operation": f"{operation} {tp}", "bytes": size})
+        row[mode] = statistics.median(times)
+        row[f"{mode} least, most"] = [min(times), max(times)]
+    for row in rows.values():
+        row["auto/gloo"] = round(row["auto"] / row["gloo"], 3)
+    return {"unit": "µs", "rounds": rounds, "rows": list(rows.values()), "engine": []}
+
+
 def measure(second: str, rounds: int) -> dict[str, Any]:
     """The rows of all contenders."""
     taken: dict[tuple[int, str, int, str], list[float]] = {}
@@ -152,6 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mixed", action="store_true", help="mixed operations alone, beside the same of gloo's collectives")
     parser.add_argument("--gloo", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--second", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -161,7 +210,7 @@ def main() -> None:
         user = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
         inside = ["unshare", *user, "--net", "--mount", "--kill-child", "--fork", "bash", "-c", NAMESPACES, "bash"]
         os.execvp(inside[0], [*inside, sys.executable, str(HERE), *sys.argv[1:]])
-    results = measure(args.second, args.rounds)
+    results = (measure_mixed if args.mixed else measure)(args.second, args.rounds)
     for row in results["rows"] + results["engine"]:
         print(json.dumps(row, ensure_ascii=False))
     if args.record:

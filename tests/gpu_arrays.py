@@ -74,6 +74,34 @@ class Driver:
             self("cuCtxPopCurrent_v2", ctypes.byref(context))
 
 
+@contextlib.contextmanager
+def graph(device: int, body: Callable[[int], Any]) -> Iterator[Callable[[], None]]:
+    """A graph of what ``body`` puts into the stream with the number that it is given. What this yields replays it and waits for the end.
+
+    The stream stays, as torch's do: the next call of a communicator may ask whether it is captured still.
+    """
+    driver = Driver()
+    stream, recorded, executable = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    with driver.on(device):
+        driver("cuStreamCreateWithPriority", ctypes.byref(stream), 1, 0)  # CU_STREAM_NON_BLOCKING
+        driver("cuStreamBeginCapture_v2", stream, 1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        try:
+            body(stream.value or 0)
+        finally:
+            driver("cuStreamEndCapture", stream, ctypes.byref(recorded))
+        driver("cuGraphInstantiateWithFlags", ctypes.byref(executable), recorded, ctypes.c_uint64(0))
+
+    def replay() -> None:
+        with driver.on(device):
+            driver("cuGraphLaunch", executable, stream)
+            driver("cuStreamSynchronize", stream)
+
+    yield replay
+    with driver.on(device):
+        driver("cuGraphExecDestroy", executable)
+        driver("cuGraphDestroy", recorded)
+
+
 def device_count() -> int:
     """How many GPUs there are; 0 without a driver. One that is broken is an error."""
     try:

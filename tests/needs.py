@@ -1,5 +1,7 @@
 """What tests need of a machine, and the record of it: see ``conftest.py``."""
 
+import ctypes.util
+import importlib.util
 import os
 import re
 
@@ -12,6 +14,12 @@ def need(what: str, found: bool, why: str) -> None:
         pytest.skip(f"needs {what}: {why}")
     test, _, _ = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")
     record("ran", what, test, "")
+
+
+def need_ucx() -> None:
+    """Skips the test that runs unless there is UCX, which carries what passes between nodes."""
+    found = "ANTIPHON_UCX" in os.environ or importlib.util.find_spec("libucx") or ctypes.util.find_library("ucp")
+    need("ucx", bool(found), "no libucp, nor the package libucx-cu13")
 
 
 def split(reason: str) -> tuple[str, str]:

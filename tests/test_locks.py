@@ -10,6 +10,7 @@ import antiphon
 import needs
 import ranks
 from antiphon import _core
+from antiphon.language import library
 from gpu_arrays import arrays, device_count
 
 CALLS = 1000
@@ -68,8 +69,10 @@ def test_a_call_on_the_host_takes_five_locks(operation: str) -> None:
 @pytest.mark.cuda
 def test_a_call_on_a_gpu_takes_two_locks() -> None:
     need_a_count()
+    text = library.build("packet-all-reduce", 2)
 
     def body(comm: Comm) -> list[float]:
+        plan = comm.load_plan(text, device=comm.rank)
         with arrays(comm, 1 << 16) as make:
             x, row = make(np.ones(COUNT, np.float32)), make(np.ones(2 * COUNT, np.float32))
             return [
@@ -78,8 +81,9 @@ def test_a_call_on_a_gpu_takes_two_locks() -> None:
                 locks_of(lambda: comm.reduce_scatter(row, "max", out=x, stream=0), 100),
                 locks_of(lambda: comm.all_to_all(row, out=row, stream=0), 100),
                 locks_of(lambda: comm.broadcast(x, stream=0), 100),
+                locks_of(lambda: plan.execute(x, x, stream=0), 100),
             ]
 
     found = device_count()
     needs.need("gpus 2", found >= 2, f"{found} found")
-    assert ranks.threads(2, body, timeout=60) == [[2.0] * 5] * 2
+    assert ranks.threads(2, body, timeout=60) == [[2.0] * 6] * 2

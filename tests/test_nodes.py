@@ -1,7 +1,5 @@
 """Ranks on several nodes: processes of this machine that are told so, between which UCX carries messages."""
 
-import ctypes.util
-import importlib.util
 import os
 import socket
 import subprocess
@@ -26,8 +24,7 @@ LAYOUTS = [["a", "b"], ["a", "a", "b", "b"], ["a", "b", "b"], ["a", "b", "a", "b
 
 @pytest.fixture(autouse=True)
 def ucx() -> None:
-    found = "ANTIPHON_UCX" in os.environ or importlib.util.find_spec("libucx") or ctypes.util.find_library("ucp")
-    needs.need("ucx", bool(found), "no libucp, nor the package libucx-cu13")
+    needs.need_ucx()
 
 
 def contribution(rank: int, count: int) -> np.ndarray:

@@ -212,3 +212,30 @@ def sum_in_processes(text: str) -> list[float]:
 
 def test_ranks_are_processes_too() -> None:
     assert ranks.processes(2, sum_in_processes, all_reduce().to_json()) == [[1.0, 3.0, 5.0, 7.0]] * 2
+
+
+def test_the_options_of_a_plan_on_the_host() -> None:
+    text = all_reduce().to_json()
+
+    def body(comm: antiphon.Communicator) -> None:
+        for device in (None, "cpu", torch.device("cpu")):
+            plan = comm.load_plan(text, device=device, packets="ll8")
+            assert plan.device is None and plan.execute(np.ones(8)).tolist() == [2.0] * 8
+        refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
+            (ValueError, "unknown packets \"ll\": known are ll8, ll16", {"packets": "ll"}),
+            (ValueError, "most_scratch is for plans on GPUs", {"most_scratch": 1 << 20}),
+            (ValueError, "-1 is negative", {"most_scratch": -1}),
+            *((ValueError, "unknown device .*: pass \"cpu\"", {"device": name}) for name in ("gpu", "cuda:", "cuda:x", "cpu:1", -1, 1.5)),
+        ]
+        for error, said, options in refused:
+            with pytest.raises(error, match=said):
+                comm.load_plan(text, **options)
+        with pytest.raises(NotImplementedError, match="prepare: plan \"all_reduce\" is on the host"):
+            plan.prepare("float32", 32)
+        with pytest.raises(ValueError, match="execute: host memory has no stream 7"):
+            plan.execute(np.ones(8), stream=7)
+        with pytest.raises(RuntimeError, match="libcuda|device 99"):
+            comm.load_plan(text, device=99)
+        assert plan.execute(np.ones(8)).tolist() == [2.0] * 8
+
+    ranks.threads(2, body)

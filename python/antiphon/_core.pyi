@@ -15,6 +15,13 @@ from antiphon.language.utils import ReplicationPolicy
 class _Program(Protocol):
     def finish(self) -> FinishedPlan: ...
 
+# A torch.device, whose str is its name.
+class _Device(Protocol):
+    @property
+    def type(self) -> str: ...
+    @property
+    def index(self) -> int | None: ...
+
 class _SupportsDLPack(Protocol):
     def __dlpack__(self) -> CapsuleType: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
@@ -596,13 +603,25 @@ class Communicator:
     def free_shared_buffer(self, buffer: SharedBuffer) -> None:
         """Frees the buffer on all ranks; afterwards no rank may use any copy."""
 
-    def load_plan(self, plan: str | os.PathLike[str] | FinishedPlan | _Program) -> Plan:
+    def load_plan(
+        self,
+        plan: str | os.PathLike[str] | FinishedPlan | _Program,
+        *,
+        device: str | int | _Device | None = None,
+        packets: Literal["ll8", "ll16"] = "ll16",
+        most_scratch: int | None = None,
+    ) -> Plan:
         """Makes an execution plan ready: a ``CollectiveProgram`` of :mod:`antiphon.language`, the text of a plan (JSON), or
-        the path of its file. All ranks call it together, with the same plan.
+        the path of its file. All ranks call it together, with the same plan and the same arguments but ``device``.
 
-        The plan is proved first. Raises ``ValueError`` with the findings if the plan is wrong, is for another number
-        of ranks, or has a text of more than 64 MiB; ``RuntimeError`` if ranks load different plans; ``OSError`` for a file
-        that cannot be read. The communicator stays usable."""
+        By default, and with ``"cpu"``, the plan works on host memory. With ``device`` a GPU (its number, ``"cuda:0"``, a
+        ``torch.device``, or ``"cuda"`` for the current one of torch or CuPy) it works between the GPUs of up to 8 ranks of one
+        machine; a rank loads all of its plans on one GPU. ``packets`` are of 4 bytes of data in 8 or 8 in 16. ``most_scratch`` is for
+        GPUs: the most bytes of scratch that the plan may take there (512 MiB).
+
+        The plan is proved first, for the memory of the host or of GPUs. Raises ``ValueError`` with the findings if the plan is
+        wrong, is for another number of ranks, or has a text of more than 64 MiB; ``RuntimeError`` if ranks load different plans, and
+        for more thread blocks than fit the GPU; ``OSError`` for a file that cannot be read. The communicator stays usable."""
 
 @final
 class Plan:
@@ -614,25 +633,46 @@ class Plan:
     def collective(self) -> str:
         """The collective's name in the plan: ``"allreduce"``, ``"allgather"``, ``"reducescatter"``, ``"alltoall"``, ..."""
 
+    @property
+    def device(self) -> int | None:
+        """The number of the GPU, or ``None`` on the host."""
+
+    def prepare(self, dtype: DTypeName, num_bytes: int) -> None:
+        """Makes a plan on a GPU ready for messages of ``num_bytes`` bytes of a dtype: compiles the kernel and allocates memory. It is
+        necessary before a graph is captured, and otherwise saves the first call of a size the time. A message is the output of an
+        all-gather, else the input. All ranks call it together. Sizes share memory if the largest one is prepared first.
+
+        Raises ``ValueError`` for a size that the plan does not serve or that needs more scratch than ``most_scratch``, ``TypeError``
+        for a dtype that cannot be reduced, ``RuntimeError`` that names missing requirements; ``NotImplementedError`` on the host,
+        where the first call of a size prepares it."""
+
     @overload
-    def execute(self, x: _A, out: None = None) -> _A: ...
+    def execute(self, x: _A, out: None = None, *, stream: int | None = None) -> _A: ...
     @overload
-    def execute(self, x: _Array, out: _O) -> _O:
+    def execute(self, x: _Array, out: _O, *, stream: int | None = None) -> _O:
         """Executes the plan on ``x``, and returns the output: ``out`` if given, else ``x`` if the plan works in place,
         else a new array like ``x``, whose number of rows is that of ``x`` times the ratio of the plan's output and input chunks. All
-        ranks call it together, with arrays of the same size and dtype in host memory.
+        ranks call it together, with arrays of the same size and dtype, of the host or of the GPU that the plan was loaded on.
 
         With ``x`` as ``out``, or with a plan that works in place and no ``out``, ``x`` is input and output. If these differ in
         size, ``x`` is the larger one, and the other is this rank's own part of it.
 
-        The first call of a size takes longer than later ones. Raises ``ValueError`` for arrays that are not a whole number of the
-        plan's aligned chunks, overlap in part, or are outside the plan's limits, ``TypeError`` for dtypes that differ or
-        cannot be reduced, ``NotImplementedError`` for memory of a GPU. After ``TimeoutError`` or :class:`PeerLostError`,
+        The first call of a size takes longer than later ones: see :meth:`prepare`.
+
+        On a GPU the work is put into ``stream``, by default the current one of the array's library, behind the plans that
+        were executed on this communicator before, on whatever stream; the call returns at once, and a graph may capture it. With
+        another stream than the current one the caller orders the arrays' memory, and passes ``out``. The stream must live until the
+        next execution of a plan of this communicator, as torch's do and CuPy's current one. A failure of a kernel is raised by a
+        later call and by :meth:`Communicator.check`.
+
+        Raises ``ValueError`` for arrays that are not a whole number of the plan's aligned chunks, overlap in part, are outside the
+        plan's limits, or on another device, ``TypeError`` for dtypes that differ or cannot be reduced, ``RuntimeError`` for a size
+        that was not prepared, while the stream is being captured. After ``TimeoutError`` or :class:`PeerLostError`,
         which name the rank, the thread block and the operation that waited, the communicator is unusable."""
 
     def close(self) -> None:
-        """Frees the plan's memory. All ranks call it together; a plan that is dropped keeps its memory until the
-        communicator is closed."""
+        """Frees the plan's memory. All ranks call it together, when no graph with calls of the plan is launched any more; a plan
+        that is dropped keeps its memory until the communicator is closed."""
 
 @final
 class SharedBuffer:
@@ -1278,13 +1318,13 @@ class ParallelInfo:
 
 @final
 class MixedHandler:
-    """The mixed collectives of a layout on one node, on a communicator of all its ranks, which make one together.
+    """The mixed collectives of a layout, on a communicator of all its ranks, which make one together.
 
     It serves tensors on the host, and on the GPU of number ``device``, whose kernels for ``dtype`` are loaded. A fused operation
     has ``most_blocks`` there at most.
 
-    ``ValueError`` for a layout of another rank or world than the communicator's, of several nodes, and on all ranks where
-    their layouts differ."""
+    ``ValueError`` for a layout of another rank, world or nodes than the communicator's, for one of several nodes with a ``device``, and
+    on all ranks where their layouts differ."""
 
     def __new__(
         cls,
@@ -1296,7 +1336,7 @@ class MixedHandler:
     ) -> Self: ...
 
     def valid_modes(self) -> list[str]:
-        """Of ``waits``, ``bytes1`` and ``composed``, those that make sense."""
+        """Of ``waits``, ``bytes1``, ``bytes2`` and ``composed``, those that make sense."""
 
     def select(self, op: int, num_bytes: int) -> str:
         """The mode of a call that names no mode, for blocks of ``num_bytes`` bytes. All ranks call it together."""

@@ -68,3 +68,8 @@ fn ring_send_recv() {
 fn tensor_parallel_mlp() {
     runs_as_threads_and_processes("tensor_parallel_mlp");
 }
+
+#[test]
+fn plan() {
+    runs_as_threads_and_processes("plan");
+}

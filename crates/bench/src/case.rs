@@ -119,7 +119,7 @@ pub(crate) const ROOT: usize = 0;
 pub(crate) struct Segment {
     pub(crate) output: Range<usize>,
     /// The ranks that give them: of a reduction those whose sum they are, else one.
-    pub(crate) sources: Range<usize>,
+    pub(crate) sources: Vec<usize>,
     /// Where they begin in the inputs of these.
     pub(crate) start: usize,
 }
@@ -192,7 +192,7 @@ impl Case {
     /// Where a rank's output comes from.
     pub(crate) fn segments(&self, rank: usize, world_size: usize) -> Vec<Segment> {
         let block = self.block(world_size);
-        let copied = |source| vec![Segment { output: 0..block, sources: source..source + 1, start: 0 }];
+        let copied = |source| vec![Segment { output: 0..block, sources: vec![source], start: 0 }];
         let root = match self.collective {
             Collective::Memory | Collective::Engine => return copied(rank),
             Collective::SEND_RECV => return copied(ROOT),
@@ -204,16 +204,16 @@ impl Case {
         }
         let call = self.call(rank, world_size);
         let output = call.output_layout(block, rank, world_size);
-        let segment = |sources: Range<usize>| {
-            let source = sources.start;
+        let segment = |sources: Vec<usize>| {
+            let source = sources[0];
             let theirs = self.call(source, world_size);
             let start = theirs.input_layout(block, source, world_size).piece(rank).start;
             Segment { output: output.piece(if output.is_divided() { source } else { rank }), sources, start }
         };
         match (self.collective.reduces(), root) {
-            (true, _) => vec![segment(0..world_size)],
-            (false, Some(Root::Gives)) => vec![segment(ROOT..ROOT + 1)],
-            (false, _) => (0..world_size).map(|source| segment(source..source + 1)).collect(),
+            (true, _) => vec![segment((0..world_size).collect())],
+            (false, Some(Root::Gives)) => vec![segment(vec![ROOT])],
+            (false, _) => (0..world_size).map(|source| segment(vec![source])).collect(),
         }
     }
 
@@ -301,11 +301,11 @@ mod tests {
             let found = list(operation).segments(1, 3);
             found.into_iter().map(|s| (s.output, s.sources, s.start)).collect::<Vec<_>>()
         };
-        let gathered = [0, 1].map(|tensor| [0, 1, 2].map(|rank| (3 * tensor + rank, rank..rank + 1, tensor)));
+        let gathered = [0, 1].map(|tensor| [0, 1, 2].map(|rank| (3 * tensor + rank, vec![rank], tensor)));
         let gathered = gathered.as_flattened().iter().cloned();
         let gathered: Vec<_> = gathered.map(|(at, sources, start)| (at..at + 1, sources, start)).collect();
         assert_eq!(segments(Operation::AllGather), gathered);
-        assert_eq!(segments(Operation::ReduceScatter), [(0..1, 0..3, 1), (1..2, 0..3, 4)]);
+        assert_eq!(segments(Operation::ReduceScatter), [(0..1, vec![0, 1, 2], 1), (1..2, vec![0, 1, 2], 4)]);
         assert_eq!(list(Operation::AllGather).counts(0, 3), (2, 6));
     }
 
@@ -313,7 +313,7 @@ mod tests {
     fn segments_say_where_each_element_comes_from() {
         let segments = |operation, rank| {
             let found = case(Collective::Of(operation)).segments(rank, 3);
-            found.into_iter().map(|s| (s.output, s.sources.start, s.start)).collect::<Vec<_>>()
+            found.into_iter().map(|s| (s.output, s.sources[0], s.start)).collect::<Vec<_>>()
         };
         use Operation::*;
         assert_eq!(segments(AllGather, 1), [(0..3, 0, 0), (3..6, 1, 0), (6..9, 2, 0)]);

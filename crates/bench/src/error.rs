@@ -29,6 +29,9 @@ pub enum BenchError {
     /// A view that cannot be made.
     #[error(transparent)]
     Tensor(#[from] TensorError),
+    /// What was found could not be written.
+    #[error("cannot write the results: {0}")]
+    Report(#[from] std::io::Error),
     /// A message needs two ranks.
     #[error("send-recv needs at least 2 ranks, there is {ranks}")]
     TooFewRanks {

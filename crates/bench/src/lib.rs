@@ -11,7 +11,7 @@
 //! | operations of a mixed layout | `host/mixed.rs` | `cuda/mixed.rs` |
 //! | dispatch and combine of a mixture of experts | `host/moe.rs` | `cuda/moe.rs`, `cuda/forms.rs` |
 //! | messages by the engine between machines | `host/engine.rs` | |
-//! | execution plans | `host/plan.rs` | |
+//! | execution plans | `host/plan.rs` | `cuda/plan.rs` |
 //!
 //! The drivers are [`host::measure`] for the host's clock, `cuda/table.rs` for graphs of calls between GPUs, and `cuda/tail.rs` for
 //! ranks that do not start together. [`Settings`] has the cases, and [`run`] is the work of a rank.
@@ -51,7 +51,7 @@
 //! ```
 
 mod case;
-mod cuda;
+pub mod cuda;
 mod error;
 pub mod host;
 mod pattern;

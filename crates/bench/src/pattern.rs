@@ -3,8 +3,6 @@
 //! Inputs repeat with a prime period, so that a reference in f64 is computed once per period and yet every element of
 //! any size is compared, and an element at a wrong place is a wrong element.
 
-use std::ops::Range;
-
 use antiphon::{collectives::Communicator, device::ReduceOp, tensor::Element};
 use antiphon_collectives::reference::{Expected, reduce_element};
 
@@ -81,15 +79,15 @@ impl Reference {
             Collective::Memory | Collective::Engine | Collective::Mixed(_) => true,
             Collective::Of(_) => case.call(rank, world_size).needs_output(rank),
         };
-        let expected = |sources: Range<usize>, index| {
+        let expected = |sources: &[usize], index| {
             if case.collective.reduces() {
-                let column: Vec<T> = sources.map(|rank| value(case.op, rank, index)).collect();
+                let column: Vec<T> = sources.iter().map(|&rank| value(case.op, rank, index)).collect();
                 return reduce_element(case.op, &column);
             }
-            exactly(value::<T>(case.op, sources.start, index).to_f64())
+            exactly(value::<T>(case.op, sources[0], index).to_f64())
         };
         let with_expected = |segment: Segment| {
-            let period = (0..PERIOD).map(|index| expected(segment.sources.clone(), index)).collect();
+            let period = (0..PERIOD).map(|index| expected(&segment.sources, index)).collect();
             (segment, period)
         };
         let segments = if gets { case.segments(rank, world_size) } else { Vec::new() };

@@ -132,7 +132,7 @@ impl Default for Settings {
             dtype: DType::F32,
             sizes: None,
             op: ReduceOp::Sum,
-            layout: Shape { tp: 2, dp: 2 },
+            layout: Shape::one_node(2, 2),
             algorithms: None,
             tensors: NonZeroUsize::MIN,
             symmetric: false,

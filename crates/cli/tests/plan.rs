@@ -237,3 +237,75 @@ fn a_file_that_is_too_long_or_has_no_end_is_refused() {
         assert!(said.ends_with(limit), "{arguments:?}: {said}");
     }
 }
+
+/// Ranks that are processes with a GPU each, eager and in graphs, beside the all-reduce by hand.
+#[test]
+fn plans_run_between_gpus() {
+    if antiphon_testing::gpus(2).is_none() {
+        return;
+    }
+    let folder = Folder::with(&two_shot(true).unwrap());
+    for options in ["--size 64,4K", "--size 64,4K --dtype bf16 --graph --beside all-reduce"] {
+        let ran = folder.printed(&format!("run written.json --device cuda --iterations 2 {options}"));
+        assert_eq!(ran.lines().filter(|line| line.ends_with("right")).count(), 2, "{options}: {ran}");
+        assert_eq!(ran.contains("all-reduce µs"), options.contains("beside"), "{ran}");
+    }
+    let shared = folder.printed("run written.json --device cuda --iterations 1 --ranks-per-gpu 2 --size 1K");
+    assert!(shared.trim_end().ends_with("right"), "{shared}");
+}
+
+#[test]
+fn what_a_run_on_gpus_lacks_is_said() {
+    let folder = Folder::with(&announced_by_packets().unwrap());
+    fs::write(folder.path("two_shot.json"), two_shot(true).unwrap().to_json()).unwrap();
+    for (arguments, said) in [
+        ("run two_shot.json --graph", "--graph is for --device cuda"),
+        ("run two_shot.json --ranks-per-gpu 2", "--ranks-per-gpu is for --device cuda"),
+        ("run two_shot.json --device cuda --symmetric", "--symmetric is for --device host"),
+        (
+            "run written.json --device cuda --beside all-reduce",
+            "is for plans of allreduce, not of \"allgather\"",
+        ),
+        ("run written.json --device cuda", "packet"), // the proof's finding, for want of one in device memory
+        ("compile written.json", "packet"),
+        (
+            "compile two_shot.json --arch sm_1",
+            "unknown architecture \"sm_1\": known are sm_80, sm_90a, sm_100a",
+        ),
+        ("compile two_shot.json --dtype f8e4m3", "f8e4m3"),
+    ] {
+        let output = folder.plan(arguments);
+        assert!(!output.status.success() && text(&output.stderr).contains(said), "{arguments}: {output:?}");
+    }
+    let found = antiphon::device::cuda::Driver::load().and_then(|driver| driver.device_count());
+    if !found.is_ok_and(|count| count >= 2) {
+        let output = folder.plan("run two_shot.json --device cuda");
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("libcuda") || said.contains("need 2 GPUs, and there are"), "{said}");
+    }
+}
+
+#[test]
+fn a_kernel_is_compiled_without_a_gpu() {
+    let folder = Folder::with(&packets().unwrap());
+    let source = folder.printed("compile written.json --source --dtype bf16");
+    assert!(
+        source.contains("ELEMENT=bf16") && source.contains("interpret(const __grid_constant__"),
+        "{source}"
+    );
+    let Some(nvrtc) = antiphon_testing::nvrtc() else { return };
+    for architecture in ["sm_80", "sm_90a", "sm_100a"] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_antiphon"));
+        command.args(["plan", "compile", "--arch", architecture]).arg(folder.path("written.json"));
+        let output = command.env("ANTIPHON_NVRTC", nvrtc.path()).output().unwrap();
+        let said = text(&output.stdout);
+        assert!(output.status.success(), "{output:?}");
+        assert!(said.contains("2 of 512 threads, 1 on each of 132 multiprocessors"), "{said}");
+        let emulated = said.contains("the compiler does not say");
+        let registers = said.lines().find_map(|line| line.strip_prefix("registers")).unwrap();
+        let registers = registers.split_whitespace().next().unwrap().parse::<u32>();
+        assert!(emulated || registers.is_ok_and(|registers| (16..=64).contains(&registers)), "{said}");
+        assert!(emulated || said.contains("bytes stored"), "{said}");
+    }
+}

@@ -2,7 +2,7 @@
 //! [`nodes.py`](../../../benches/nodes.py) runs it between two network namespaces, beside gloo.
 //!
 //! Each line of rank 0 is an operation, the bytes of its longest tensor, the form, and the median over batches of the slowest rank's
-//! microseconds.
+//! microseconds. Of a mixed operation the form is a mode, behind the tensor parallel ranks of a node and nodes: `1x2/bytes2`, `1x2/auto`.
 
 use std::time::Instant;
 
@@ -10,6 +10,7 @@ use antiphon_collectives::{
     Call, Collectives, Communicator, ReduceOp, Result,
     all_reduce::Algorithm,
     hierarchical::{Form, prefer},
+    mixed::{MixedCall, MixedHandler, MixedLayout, MixedMode, MixedOp, operation_of},
 };
 use antiphon_fabric::Operation;
 use antiphon_tensor::{TensorView, TensorViewMut};
@@ -33,6 +34,32 @@ fn time(comm: &Communicator, bytes: usize, call: &dyn Fn() -> Result<()>) -> Res
     Ok(times[BATCHES / 2])
 }
 
+/// The microseconds of a mixed operation of two tensor parallel sizes and a mode, as in `1x2/auto`.
+fn mixed(
+    comm: &Communicator,
+    op: MixedOp,
+    bytes: usize,
+    form: &str,
+) -> std::result::Result<f64, Box<dyn std::error::Error>> {
+    let (tp, mode) = form.split_once('/').ok_or("the form of a mixed operation is TPxTP/MODE")?;
+    let (local_tp, inter_tp) = tp.split_once('x').ok_or("two tensor parallel sizes are written as 1x2")?;
+    let layout = MixedLayout::builder(comm.world_size(), comm.rank())
+        .inter_size(comm.nodes().count())
+        .local_tp(local_tp.parse()?)
+        .inter_tp(inter_tp.parse()?)
+        .build()?;
+    let handler = MixedHandler::new(comm, layout)?;
+    let call = MixedCall::from(op).mode(MixedMode::ALL.into_iter().find(|known| known.name() == mode));
+    let block = bytes / size_of::<f32>() / layout.dp_size();
+    let (short, long) = (vec![1f32; block], vec![1f32; block * layout.dp_size()]);
+    let output =
+        std::cell::RefCell::new(if op == MixedOp::AllReduceAllGather { long.clone() } else { short.clone() });
+    let input = if op == MixedOp::AllReduceAllGather { &short } else { &long };
+    let run = || handler.run(comm, call, input, &mut *output.borrow_mut());
+    run()?;
+    Ok(time(comm, bytes, &run)?)
+}
+
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let comm = Communicator::from_env()?;
     let (rank, world_size) = (comm.rank(), comm.world_size());
@@ -43,6 +70,14 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
         let operation = Operation::ALL.iter().copied().find(|known| known.name() == operation);
         let operation = operation.ok_or("no such operation")?;
         let bytes: usize = bytes.parse()?;
+        let mixes = MixedOp::ALL.into_iter().find(|&op| operation_of(op) == operation && form.contains('/'));
+        if let Some(op) = mixes {
+            let time = mixed(&comm, op, bytes, form)?;
+            if rank == 0 {
+                println!("{} {bytes} {form} {time:.1}", operation.name());
+            }
+            continue;
+        }
         let (form_of, algorithm) = match form {
             "one-shot" => (None, Some(Algorithm::OneShot)),
             "mirrored" => (Some(Form::Mirrored), Some(Algorithm::TwoShot)),

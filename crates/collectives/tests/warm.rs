@@ -5,7 +5,10 @@ mod calls;
 
 use std::time::Instant;
 
-use antiphon_collectives::{Collectives, NonBlocking, ReduceOp};
+use antiphon_collectives::{
+    Collectives, NonBlocking, ReduceOp,
+    mixed::{MixedCall, MixedHandler, MixedLayout, MixedMode, MixedOp},
+};
 use antiphon_device::{host::wait::NAP, sync::locks_taken};
 use antiphon_fabric::{LocalWorld, Queue};
 use antiphon_operation::Operation;
@@ -51,6 +54,30 @@ fn every_operation_takes_nothing_on_3_ranks() {
 fn a_barrier_takes_nothing() {
     let taken = LocalWorld::run(3, |comm| Taken::by_each_of(CALLS, || comm.barrier().unwrap()));
     assert_eq!(taken, [Taken::new(0, 0); 3]);
+}
+
+/// Of even and uneven blocks, which are short, as four ranks share few cores.
+#[test]
+fn mixed_collectives_take_nothing() {
+    for mode in [MixedMode::Waits, MixedMode::Bytes1] {
+        for counts in [[1000, 1000], [7, 1000]] {
+            let taken = LocalWorld::run(4, |comm| {
+                let layout = MixedLayout::builder(4, comm.rank()).local_tp(2).build().unwrap();
+                let mixed = MixedHandler::new(&comm, layout).unwrap();
+                let (mut block, mut row) =
+                    (vec![1f32; counts[layout.dp_rank()]], vec![1f32; counts.iter().sum()]);
+                let call = |op| MixedCall::from(op).mode(mode).counts(&counts[..]);
+                let gathers = Taken::by_each_of(CALLS, || {
+                    mixed.run(&comm, call(MixedOp::AllReduceAllGather), &block, &mut row).unwrap();
+                });
+                let scatters = Taken::by_each_of(CALLS, || {
+                    mixed.run(&comm, call(MixedOp::ReduceScatterAllReduce), &row, &mut block).unwrap();
+                });
+                [gathers, scatters]
+            });
+            assert_eq!(taken, [[Taken::new(0, 0); 2]; 4], "{mode} of {counts:?}");
+        }
+    }
 }
 
 /// As a call from Python, which also locks once to find the queue.

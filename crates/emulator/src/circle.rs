@@ -7,14 +7,14 @@ use std::{
     collections::{BTreeMap, HashSet},
     ptr,
     sync::{
-        Mutex,
+        Arc, Mutex,
         atomic::{AtomicU32, AtomicUsize, Ordering},
     },
 };
 
-use crate::{lock, memory, queue, races, room::Resident};
+use crate::{lock, memory, queue, races, room::Needs, schedule};
 
-/// The state that a block publishes while it runs; the device's side, fibers.hpp, has the same layout.
+/// The state that a block publishes while it runs; the device's side, types.hpp, has the same layout.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub(crate) struct Watch {
@@ -25,6 +25,27 @@ pub(crate) struct Watch {
     /// Where a thread looked last, and the address of the instruction if it is known.
     pub looks_at: AtomicUsize,
     pub pc: AtomicUsize,
+}
+
+impl Watch {
+    /// A thread of the block has looked there, and waits.
+    pub(crate) fn set(&self, at: usize, pc: usize) {
+        self.looks_at.store(at, Ordering::Relaxed);
+        self.pc.store(pc, Ordering::Relaxed);
+    }
+}
+
+/// A grid that has not ended.
+#[derive(Debug)]
+pub(crate) struct Resident {
+    pub name: String,
+    pub device: usize,
+    pub stream: u64,
+    pub needs: Needs,
+    /// Blocks that have no place yet.
+    pub waiting: u32,
+    /// The blocks that run.
+    pub running: Vec<Arc<Watch>>,
 }
 
 /// A block counts as waiting once it has looked at memory in this number of rounds, and has done nothing else.
@@ -50,9 +71,15 @@ pub(crate) fn texts() -> Vec<String> {
     lock(&TEXTS).clone()
 }
 
+/// Whether blocks wait for room, or streams for their turn.
+pub(crate) fn waits_for_room(grids: &BTreeMap<u64, Resident>) -> bool {
+    grids.values().any(|grid| grid.waiting != 0) || !queue::behind().is_empty()
+}
+
 /// Reports all grids that wait, unless the same was reported.
 pub(crate) fn report(grids: &BTreeMap<u64, Resident>) {
-    let mut text = "emulator: nothing moves, and work waits for room\n".to_owned();
+    let what = if waits_for_room(grids) { ", and work waits for room" } else { "" };
+    let mut text = format!("emulator: nothing moves{what}\n");
     for grid in grids.values() {
         text.push_str(&format!("  {}: {}\n", called(grid), state(grid)));
     }
@@ -66,6 +93,7 @@ pub(crate) fn report(grids: &BTreeMap<u64, Resident>) {
     let mut texts = lock(&TEXTS);
     if !texts.contains(&text) {
         eprint!("{text}");
+        schedule::failed();
         texts.push(text);
     }
 }
@@ -208,6 +236,7 @@ mod tests {
             let stream = Stream::new(device, 0);
             let grid = Arc::new(Grid {
                 run: functions[kernel].run,
+                scheduled: functions[kernel].scheduled,
                 call: functions[kernel].call,
                 parameters: [at + 4 * kernel as u64, u64::from(2 * multiprocessors())].map(parameter).into(),
                 grid: [multiprocessors(), 1, 1],

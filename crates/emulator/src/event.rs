@@ -2,15 +2,19 @@
 
 use std::{
     sync::{Arc, Condvar, Mutex},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use crate::{
     Code, lock,
     races::{order, threads::Knowledge},
+    schedule,
     stream::Capture,
     wait,
 };
+
+/// How long a question waits for its answer where one scheduler runs everything: a thread that asks again and again leaves it the processor.
+pub(crate) const PAUSE: Duration = Duration::from_millis(1);
 
 /// An event; with time or without.
 pub(crate) struct Event(pub Mutex<Recorded>, bool);
@@ -25,26 +29,64 @@ pub(crate) enum Recorded {
 /// A point in a stream.
 #[derive(Default)]
 pub(crate) struct Mark {
+    /// The stream it is in, as records of schedules call it.
+    stream: String,
     passed: Mutex<Option<(Instant, Knowledge)>>,
     changed: Condvar,
 }
 
 impl Mark {
+    pub(crate) fn of_stream(stream: &str) -> Arc<Self> {
+        Arc::new(Self { stream: format!("event-{stream}"), ..Self::default() })
+    }
+
     pub(crate) fn set(&self) {
         let known = order::get().known;
         order::join(&known);
-        *lock(&self.passed) = Some((Instant::now(), known));
+        *lock(&self.passed) = Some((schedule::now(), known));
         self.changed.notify_all();
     }
 
+    fn is_passed(&self) -> bool {
+        lock(&self.passed).is_some()
+    }
+
+    fn learn(&self) {
+        if let Some((_, known)) = &*lock(&self.passed) {
+            order::join(known);
+        }
+    }
+
+    /// Work of a stream waits for it.
     pub(crate) fn wait(&self) {
+        if schedule::is_on() {
+            schedule::wait_until(|| self.is_passed());
+        } else {
+            self.block();
+        }
+        self.learn();
+    }
+
+    fn block(&self) {
         let mut passed = lock(&self.passed);
         while passed.is_none() {
             passed = wait(&self.changed, passed);
         }
-        if let Some((_, known)) = &*passed {
-            order::join(known);
+    }
+
+    /// Whether a thread of the host hears that it has passed. Who asks waits a little for the answer that it has not.
+    fn query(&self) -> Result<(), Code> {
+        if !schedule::is_on() {
+            let is_passed = self.is_passed();
+            self.learn();
+            return if is_passed { Ok(()) } else { Err(Code::NOT_READY) };
         }
+        let is_passed = schedule::answer(&self.stream, || self.is_passed(), || self.learn());
+        if is_passed {
+            return Ok(());
+        }
+        drop(self.changed.wait_timeout(lock(&self.passed), PAUSE));
+        Err(Code::NOT_READY)
     }
 }
 
@@ -63,13 +105,7 @@ impl Event {
 
     pub(crate) fn query(&self) -> Result<(), Code> {
         match self.mark()? {
-            Some(mark) => match &*lock(&mark.passed) {
-                Some((_, known)) => {
-                    order::join(known);
-                    Ok(())
-                }
-                None => Err(Code::NOT_READY),
-            },
+            Some(mark) => mark.query(),
             None => Ok(()),
         }
     }
@@ -81,7 +117,10 @@ impl Event {
     }
 
     pub(crate) fn synchronize(&self) -> Result<(), Code> {
-        self.mark()?.iter().for_each(|mark| mark.wait());
+        if let Some(mark) = self.mark()? {
+            mark.block();
+            schedule::joined(&mark.stream, || mark.learn());
+        }
         Ok(())
     }
 

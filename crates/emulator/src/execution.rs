@@ -1,6 +1,7 @@
-//! Kernels at work: each block on a thread of the operating system, while its GPU has room for it.
+//! Kernels at work: each block on a thread of the operating system, or all on the scheduler's, while their GPUs have room for them.
 
 use std::{
+    cell::RefCell,
     ffi::c_void,
     ptr,
     sync::{Arc, Condvar, Mutex, mpsc},
@@ -14,14 +15,14 @@ use crate::{
         threads::{Block, ClusterOrder, Knowledge},
     },
     room::{Needs, Ticket},
-    wait,
+    schedule, wait,
 };
 
 const MAX_THREADS: usize = 1024;
 /// Bytes of a fiber's stack, and a little so that the stacks do not share lines of the cache.
 const STACK_BYTES: usize = (64 << 10) + 320;
 
-/// As in device/fibers.hpp.
+/// As in device/types.hpp.
 #[repr(C)]
 struct Cluster {
     arrived: u32,
@@ -34,9 +35,12 @@ unsafe impl Send for Cluster {}
 // SAFETY: as above.
 unsafe impl Sync for Cluster {}
 
-/// As in device/fibers.hpp.
+/// The bytes of a block's shared memory, as in device/blocks.hpp.
+const BLOCK_BYTES: usize = 1 << 20;
+
+/// As in device/types.hpp.
 #[repr(C)]
-struct Launch {
+pub(crate) struct Launch {
     call: unsafe extern "C" fn(*mut *mut c_void),
     parameters: *mut *mut c_void,
     grid: [u32; 3],
@@ -47,17 +51,22 @@ struct Launch {
     of_cluster: *mut Cluster,
     stacks: *mut u8,
     stack_bytes: usize,
+    memory: *mut u8,
     shared_bytes: u32,
     running: *mut u32,
     watch: *const Watch,
+    pace: *mut schedule::Pace,
+    turn: *mut schedule::Turn,
 }
 
-/// A module's function that runs a block.
+/// A module's function that runs a block, of which it has the thread.
 pub(crate) type Run = unsafe extern "C" fn(*const c_void);
 
 /// A launch, ready to run.
 pub(crate) struct Grid {
     pub run: Run,
+    /// The same, for a scheduler of all blocks.
+    pub scheduled: schedule::Device,
     pub call: unsafe extern "C" fn(*mut *mut c_void),
     /// Each at an address that suits every type.
     pub parameters: Vec<Box<Parameter>>,
@@ -91,6 +100,50 @@ type CheckedCluster = (Arc<Checked>, Option<Arc<Mutex<ClusterOrder>>>);
 #[repr(C, align(64))]
 pub(crate) struct Parameter(pub [u8; 4096]);
 
+/// A block's launch, with what it points to.
+pub(crate) struct Prepared {
+    launch: Box<Launch>,
+    _parameters: Vec<*mut c_void>,
+    grid: Arc<Grid>,
+    _cluster: Option<Arc<Cluster>>,
+    checked: Option<(Arc<Checked>, Box<Block>)>,
+}
+
+impl Prepared {
+    pub(crate) fn launch(&self) -> *const Launch {
+        &raw const *self.launch
+    }
+
+    /// What the checks of races know of the block.
+    pub(crate) fn checked(&mut self) -> Option<&mut Block> {
+        self.checked.as_mut().map(|(_, block)| &mut **block)
+    }
+
+    /// One scheduler has all blocks, and this is what it shares with them and with this one. Returns the number of threads.
+    pub(crate) fn schedule(&mut self, pace: *mut schedule::Pace, turn: *mut schedule::Turn) -> u32 {
+        (self.launch.pace, self.launch.turn) = (pace, turn);
+        self.launch.block.iter().product()
+    }
+
+    /// Runs the block on this thread.
+    fn run(mut self) {
+        if let Some(block) = self.checked() {
+            block.runs();
+        }
+        // SAFETY: the layout is that of types.hpp; the kernel's parameters are as many and as large as it says.
+        unsafe { (self.grid.run)(self.launch().cast()) };
+        Block::none_runs();
+        self.end();
+    }
+
+    /// The block has ended: the grid learns what its threads knew.
+    fn end(self) {
+        if let Some((checked, block)) = self.checked {
+            lock(&checked.learned).join(&block.known_to_all());
+        }
+    }
+}
+
 impl Grid {
     /// Runs all blocks, and returns when they have ended.
     pub(crate) fn run(self: &Arc<Self>) {
@@ -106,7 +159,16 @@ impl Grid {
         let (stream, priority) = self.stream;
         let ticket = Arc::new(Ticket::new(&self.name, self.device, stream, priority, x * y * z, self.needs));
         for first in (0..x * y * z).step_by(size as usize) {
-            let places = ticket.place();
+            let places = if schedule::is_on() {
+                let mut places = None;
+                schedule::wait_until(|| {
+                    places = ticket.try_now();
+                    places.is_some()
+                });
+                places.unwrap_or_default()
+            } else {
+                ticket.place()
+            };
             *lock(&in_flight.0) += size;
             let cluster = (size > 1)
                 .then(|| Arc::new(Cluster { arrived: 0, generation: 0, anchors: [ptr::null_mut(); 16] }));
@@ -115,13 +177,37 @@ impl Grid {
                 let (grid, cluster, in_flight) = (self.clone(), cluster.clone(), in_flight.clone());
                 let ticket = ticket.clone();
                 let checked = checked.clone().map(|checked| (checked, order.clone()));
-                spawn(Box::new(move |stacks| {
-                    grid.run_block(first + rank, rank, cluster.as_deref(), checked, (stacks, &watch));
-                    ticket.leave(place, &watch);
-                    *lock(&in_flight.0) -= 1;
-                    in_flight.1.notify_all();
-                }));
+                let prepare = {
+                    let watch = watch.clone();
+                    move |memory| grid.prepare([first + rank, rank], cluster, checked, memory, &watch)
+                };
+                let ended = {
+                    let watch = watch.clone();
+                    move || {
+                        ticket.leave(place, &watch);
+                        *lock(&in_flight.0) -= 1;
+                        in_flight.1.notify_all();
+                    }
+                };
+                if schedule::is_on() {
+                    let memory = take_memory();
+                    let ended = Box::new(move |prepared: Prepared| {
+                        prepared.end();
+                        give_memory(memory);
+                        ended();
+                    });
+                    let (device, prepared) = (self.scheduled, prepare(memory));
+                    schedule::start(schedule::Start { device, prepared, watch, ended });
+                } else {
+                    spawn(Box::new(move |memory| {
+                        prepare(memory).run();
+                        ended();
+                    }));
+                }
             }
+        }
+        if schedule::is_on() {
+            schedule::wait_until(|| *lock(&in_flight.0) == 0);
         }
         let mut running = lock(&in_flight.0);
         while *running != 0 {
@@ -132,23 +218,24 @@ impl Grid {
         }
     }
 
-    fn run_block(
-        &self,
-        number: u32,
-        rank: u32,
-        cluster: Option<&Cluster>,
+    /// The launch of a block, whose number and rank in its cluster these are.
+    fn prepare(
+        self: &Arc<Self>,
+        [number, rank]: [u32; 2],
+        cluster: Option<Arc<Cluster>>,
         checked: Option<CheckedCluster>,
-        (stacks, watch): (*mut u8, &Watch),
-    ) {
+        memory: *mut u8,
+        watch: &Watch,
+    ) -> Prepared {
         let [x, y, _] = self.grid;
         let mut parameters: Vec<*mut c_void> =
             self.parameters.iter().map(|parameter| ptr::from_ref(&parameter.0).cast_mut().cast()).collect();
         let checked = checked.map(|(checked, cluster)| {
             let [start, ahead] = &checked.start;
-            let block = Block::new(&checked.grid, number, start, ahead, cluster);
+            let block = Box::new(Block::new(&checked.grid, number, start, ahead, cluster));
             (checked, block)
         });
-        let launch = Launch {
+        let launch = Box::new(Launch {
             call: self.call,
             parameters: parameters.as_mut_ptr(),
             grid: self.grid,
@@ -156,28 +243,51 @@ impl Grid {
             index: [number % x, number / x % y, number / (x * y)],
             cluster_size: self.cluster_size,
             cluster_rank: rank,
-            of_cluster: cluster.map_or(ptr::null_mut(), |cluster| ptr::from_ref(cluster).cast_mut()),
-            stacks,
+            of_cluster: cluster.as_ref().map_or(ptr::null_mut(), |cluster| Arc::as_ptr(cluster).cast_mut()),
+            // SAFETY: the stacks lie behind, in the same mapping.
+            stacks: unsafe { memory.add(BLOCK_BYTES) },
             stack_bytes: STACK_BYTES,
+            memory,
             shared_bytes: self.shared_bytes,
             running: checked.as_ref().map_or(ptr::null_mut(), |(_, block)| block.running()),
             watch,
-        };
-        // SAFETY: the layout is that of fibers.hpp; the kernel's parameters are as many and as large as it says.
-        let run = || unsafe { (self.run)(ptr::from_ref(&launch).cast()) };
-        match checked {
-            Some((checked, block)) => {
-                let known = block.run(run);
-                lock(&checked.learned).join(&known);
-            }
-            None => run(),
-        }
+            pace: ptr::null_mut(),
+            turn: ptr::null_mut(),
+        });
+        Prepared { launch, _parameters: parameters, grid: self.clone(), _cluster: cluster, checked }
     }
+}
+
+thread_local! {
+    /// Memory of blocks that have ended, of the scheduler's thread.
+    static MEMORY: RefCell<Vec<*mut u8>> = const { RefCell::new(Vec::new()) };
+}
+
+fn take_memory() -> *mut u8 {
+    MEMORY.with_borrow_mut(Vec::pop).unwrap_or_else(memory_of_block)
+}
+
+fn give_memory(memory: *mut u8) {
+    MEMORY.with_borrow_mut(|all| all.push(memory));
 }
 
 type Task = Box<dyn FnOnce(*mut u8) + Send>;
 
-/// Runs the task on a thread that has stacks for the fibers of a block.
+/// New memory for blocks, one after the other: their shared memory, and the stacks of their fibers.
+fn memory_of_block() -> *mut u8 {
+    let len = BLOCK_BYTES + STACK_BYTES * MAX_THREADS + 4096;
+    let (access, flags) =
+        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
+    // SAFETY: new memory, which stays.
+    let memory = unsafe { libc::mmap(ptr::null_mut(), len, access, flags, -1, 0) };
+    assert_ne!(memory, libc::MAP_FAILED, "no memory for a block");
+    if races::is_on() {
+        races::shadow::add_shared(memory as usize, BLOCK_BYTES);
+    }
+    memory.cast()
+}
+
+/// Runs the task on a thread that has the memory of a block.
 fn spawn(task: Task) {
     static IDLE: Mutex<Vec<mpsc::Sender<Task>>> = Mutex::new(Vec::new());
     let idle = lock(&IDLE).pop();
@@ -185,14 +295,9 @@ fn spawn(task: Task) {
         let (sender, tasks) = mpsc::channel::<Task>();
         let own = sender.clone();
         let work = move || {
-            let len = STACK_BYTES * MAX_THREADS + 4096;
-            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-            // SAFETY: new memory, which this thread keeps.
-            let stacks =
-                unsafe { libc::mmap(ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
-            assert_ne!(stacks, libc::MAP_FAILED, "no memory for the stacks of a block");
+            let memory = memory_of_block();
             for task in tasks {
-                task(stacks.cast());
+                task(memory);
                 lock(&IDLE).push(own.clone());
             }
         };

@@ -8,11 +8,13 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-use crate::{mutant, nvrtc, ptx, races};
+use crate::{mutant, nvrtc, ptx, races, schedule};
 
 /// The device side of the emulator, ahead of every program.
 pub(crate) const DEVICE: &str = concat!(
+    include_str!("device/types.hpp"),
     include_str!("device/fibers.hpp"),
+    include_str!("device/blocks.hpp"),
     include_str!("device/memory.hpp"),
     include_str!("device/functions.hpp")
 );
@@ -87,7 +89,7 @@ fn compile_in(folder: &Path, source: &str, options: &[String]) -> Result<Vec<u8>
             "-fno-ipa-reference",
         ])
         .args(if races::is_on() { &CHECKED[..] } else { &[] })
-        // Some distributions check the sizes of objects, of which shared memory's anchor is none.
+        // Some distributions check the sizes of objects, which shared memory has only as a part of a block's.
         .args(["-U_FORTIFY_SOURCE", "-fmax-errors=20", "-o"])
         .args([&object, &cpp]))?;
     // Apart, so that g++ does not add the sanitizer's own library.
@@ -98,7 +100,9 @@ fn compile_in(folder: &Path, source: &str, options: &[String]) -> Result<Vec<u8>
 /// A poll costs a GPU half a microsecond, and the emulator a switch between fibers. A wait that polls as often as on a GPU before it looks
 /// at the time and at the host's word would notice its deadline minutes later.
 fn with_fewer_polls(source: &str) -> String {
-    source.replace(POLLS_ON_GPUS, "constexpr u32 POLLS_PER_LOOK = 16;")
+    // Where time is virtual, it goes on in steps between polls.
+    let polls = if schedule::is_on() { 2 } else { 16 };
+    source.replace(POLLS_ON_GPUS, &format!("constexpr u32 POLLS_PER_LOOK = {polls};"))
 }
 
 /// The line of crates/device's prelude.
@@ -124,7 +128,7 @@ fn allowed_races(source: &str) -> String {
     )
 }
 
-/// Replaces what only CUDA has: assembly, shared memory of dynamic size; and registers the kernels.
+/// Replaces what only CUDA has: assembly and shared memory; and registers the kernels.
 fn translate(source: &str) -> Result<String, String> {
     let mut result = String::new();
     let mut rest = source;
@@ -159,6 +163,11 @@ fn translate(source: &str) -> Result<String, String> {
                     result.push_str(&format!("{of}* {name} = ({of}*)emulator::dynamic()"));
                     rest = &rest[end..];
                 }
+                "__shared__" => {
+                    let end = rest.find(';').ok_or("a declaration without an end")?;
+                    result.push_str(&shared(&rest[..end], at)?);
+                    rest = &rest[end + 1..];
+                }
                 "__global__" => {
                     if let Some((name, parameters, bounds)) = kernel_signature(rest) {
                         let address = format!("static_cast<void (*){parameters}>(&{name})");
@@ -183,6 +192,33 @@ fn translate(source: &str) -> Result<String, String> {
         }
     }
     Ok(result)
+}
+
+/// What a function declares in shared memory: members of a structure that has a place in the memory of each block. `number` is
+/// no other declaration's.
+fn shared(declaration: &str, number: usize) -> Result<String, String> {
+    let place = format!("emulated_shared_{number}");
+    let mut code = format!("struct {place} {{ {declaration}; }};");
+    let (mut depth, mut start) = (0usize, 0);
+    // The commas outside of brackets part the variables, whose names stand ahead of the first bracket.
+    for (at, next) in declaration.char_indices().chain([(declaration.len(), ',')]) {
+        match next {
+            '(' | '[' | '{' | '<' => depth += 1,
+            ')' | ']' | '}' | '>' => depth = depth.saturating_sub(1),
+            ',' if depth == 0 => {
+                let variable = &declaration[start..at];
+                let name = variable.split('[').next().unwrap_or(variable).trim_end();
+                let from =
+                    name.rfind(|c: char| !(c.is_ascii_alphanumeric() || c == '_')).map_or(0, |at| at + 1);
+                let name = Some(&name[from..]).filter(|name| !name.is_empty());
+                let name = name.ok_or_else(|| format!("shared memory without a name: {declaration}"))?;
+                code.push_str(&format!(" auto& {name} = emulator::shared_place<{place}>::here().{name};"));
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    Ok(code)
 }
 
 /// The file and the line at which a text of `g++ -E` ends.

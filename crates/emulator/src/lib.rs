@@ -2,7 +2,8 @@
 //! and g++.
 //!
 //! The library exports the functions of libcuda and libnvrtc that Antiphon calls. g++ compiles the kernels, with the files of `device/` in
-//! front, for the processor. A block of a kernel is a thread of the operating system, and its threads are fibers. All blocks for which
+//! front, for the processor. A block of a kernel is a thread of the operating system, and its threads are fibers; with
+//! `ANTIPHON_EMULATOR_SCHEDULE` all blocks are on one thread. All blocks for which
 //! their GPUs have room run at the same time. Device memory is memory of the process, and a file descriptor hands it to other processes.
 //!
 //! The emulator shows waits that never end, wrong addresses, copies that are read too early, memory that is reused too early, missing
@@ -16,6 +17,8 @@
 //! | `ANTIPHON_EMULATOR_ROOM` | `shared`: the grids of a GPU share its multiprocessors and queues |
 //! | `ANTIPHON_EMULATOR_REGISTERS` | `most`: a thread has as many as `__launch_bounds__` leaves it, and not 32 |
 //! | `ANTIPHON_EMULATOR_SEED` | the threads of a block run in another order for each number, in ascending order without it; and other streams share a queue |
+//! | `ANTIPHON_EMULATOR_SCHEDULE` | one scheduler has all threads of all GPUs, and switches by this seed: docs/design/emulator.md |
+//! | `ANTIPHON_EMULATOR_REPLAY` | a record of such a run, which is repeated |
 //! | `ANTIPHON_EMULATOR_RACES` | `first` or `all` races are reported: docs/design/emulator.md |
 //! | `ANTIPHON_EMULATOR_MUTANT` | `FILE:LINE:FROM=>TO` changes a line of the kernels, as `make mutants` does |
 //! | `ANTIPHON_EMULATOR_KEEP` | the compiled programs stay in the folder for temporary files |
@@ -27,6 +30,7 @@ mod circle;
 mod driver;
 mod event;
 mod execution;
+mod graph;
 mod kernel;
 mod memory;
 mod mutant;
@@ -35,6 +39,7 @@ mod ptx;
 mod queue;
 mod races;
 mod room;
+mod schedule;
 mod stream;
 
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock};
@@ -66,11 +71,12 @@ impl Code {
     const CAPTURED_EVENT: Self = Self(907);
 }
 
-/// What `ANTIPHON_EMULATOR_SEED` says, 0 without it.
+/// The seed of the schedule, or what `ANTIPHON_EMULATOR_SEED` says, 0 without it.
 fn seed() -> u64 {
     static SEED: OnceLock<u64> = OnceLock::new();
     *SEED.get_or_init(|| {
-        std::env::var("ANTIPHON_EMULATOR_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(0)
+        let given = || std::env::var("ANTIPHON_EMULATOR_SEED").ok().and_then(|seed| seed.parse().ok());
+        schedule::seed().or_else(given).unwrap_or(0)
     })
 }
 

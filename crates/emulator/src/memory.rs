@@ -13,6 +13,7 @@ use std::{
 use crate::{
     Code, lock, races,
     races::shadow::{self, Shadow},
+    schedule,
 };
 
 const PAGE: usize = 4096;
@@ -37,6 +38,13 @@ pub(crate) struct Physical {
     shadow: Option<Arc<Shadow>>,
 }
 
+/// The files that this process has made.
+static OWN: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
+
+fn is_own(file: (u64, u64)) -> bool {
+    lock(&OWN).contains(&file)
+}
+
 /// What tells files apart.
 fn identity(file: &OwnedFd) -> (u64, u64) {
     // SAFETY: an open descriptor, and a place for what is known of it.
@@ -53,6 +61,9 @@ impl Physical {
         let shadow = if races::is_on() { Shadow::find(identity(&file)) } else { None };
         if shadow.is_none() {
             races::stop_checking();
+        }
+        if !is_own(identity(&file)) {
+            schedule::is_shared_with_others();
         }
         Arc::new(Self { file, len, is_mine: false, shadow })
     }
@@ -73,6 +84,7 @@ impl Physical {
             OwnedFd::from_raw_fd(file)
         };
         USED.fetch_add(len, Ordering::Relaxed);
+        lock(&OWN).push(identity(&file));
         let shadow = races::is_on().then(|| Shadow::create(identity(&file), len));
         Ok(Arc::new(Self { file, len, is_mine: true, shadow }))
     }
@@ -97,6 +109,7 @@ impl Drop for Physical {
     fn drop(&mut self) {
         if self.is_mine {
             USED.fetch_sub(self.len, Ordering::Relaxed);
+            lock(&OWN).retain(|file| *file != identity(&self.file));
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_int};
 
-use crate::{kernel, mutant, races};
+use crate::{kernel, mutant, races, schedule};
 
 pub struct Program {
     source: String,
@@ -22,7 +22,7 @@ pub(crate) fn build(mutant: &str) -> c_int {
         include_str!("ptx/meaning.rs"),
         include_str!("ptx/copies.rs"),
     ];
-    let mode = if races::is_on() { 1 } else { 0 };
+    let mode = u8::from(races::is_on()) | u8::from(schedule::is_on()) << 1;
     let hash = sources
         .iter()
         .flat_map(|text| text.bytes())
@@ -83,6 +83,7 @@ pub unsafe extern "C" fn nvrtcCompileProgram(
         let options = (0..count as usize).map(|index| CStr::from_ptr(*options.add(index)));
         (&mut *program, options.map(|text| text.to_string_lossy().into_owned()).collect::<Vec<_>>())
     };
+    let _busy = schedule::Compiling::new();
     match kernel::compile(&program.source, &options) {
         Ok(library) => {
             program.library = library;

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use crate::{lock, room};
+use crate::{lock, room, schedule};
 
 const QUEUES: u64 = 8;
 
@@ -47,8 +47,14 @@ impl Turn {
 
     /// Waits until all that is ahead has begun, and calls the function each time that this has taken so long.
     pub(crate) fn wait(&self, patience: Duration, is_long: impl Fn()) {
+        let is_first = |all: &Option<Queues>| {
+            all.as_ref().and_then(|all| all.waiting[&self.queue].keys().next()) == Some(&self.number)
+        };
+        if schedule::is_on() {
+            return schedule::wait_until(|| is_first(&lock(&ALL)));
+        }
         let mut all = lock(&ALL);
-        while all.as_ref().and_then(|all| all.waiting[&self.queue].keys().next()) != Some(&self.number) {
+        while !is_first(&all) {
             let (changed, timed_out) =
                 CHANGED.wait_timeout(all, patience).unwrap_or_else(|poisoned| poisoned.into_inner());
             all = changed;

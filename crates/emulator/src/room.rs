@@ -13,7 +13,7 @@ use std::{
 };
 
 use crate::{
-    circle::{self, Watch},
+    circle::{self, Resident, Watch},
     lock,
 };
 
@@ -141,19 +141,6 @@ impl Multiprocessor {
     }
 }
 
-/// A grid that has not ended.
-#[derive(Debug)]
-pub(crate) struct Resident {
-    pub name: String,
-    pub device: usize,
-    pub stream: u64,
-    pub needs: Needs,
-    /// Blocks that have no place yet.
-    pub waiting: u32,
-    /// The blocks that run.
-    pub running: Vec<Arc<Watch>>,
-}
-
 #[derive(Debug)]
 struct Gpu {
     multiprocessors: Vec<Multiprocessor>,
@@ -236,7 +223,14 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(2);
 pub(crate) fn look_for_circle() {
     lock(&ROOM).get_or_insert_default().look_for_circle();
 }
-
+/// As above, where the schedule knows that nothing has moved.
+pub(crate) fn report_circle(has_no_deadline: bool) {
+    let mut room = lock(&ROOM);
+    let grids = &room.get_or_insert_default().grids;
+    if has_no_deadline || circle::waits_for_room(grids) {
+        circle::report(grids);
+    }
+}
 impl Room {
     fn look_for_circle(&mut self) {
         let now = circle::still(self.grids.values());
@@ -295,6 +289,11 @@ impl Ticket {
                 guard.get_or_insert_default().look_for_circle();
             }
         }
+    }
+
+    /// As [`place`](Self::place), if there is room now.
+    pub(crate) fn try_now(&self) -> Option<Vec<(Place, Arc<Watch>)>> {
+        self.try_place(lock(&ROOM).get_or_insert_default())
     }
 
     fn try_place(&self, room: &mut Room) -> Option<Vec<(Place, Arc<Watch>)>> {
@@ -379,7 +378,6 @@ mod tests {
     #[test]
     fn processing_clusters_have_all_multiprocessors() {
         assert_eq!(processing_clusters(132), [16, 16, 16, 18, 16, 16, 16, 18]);
-        assert_eq!(processing_clusters(6), [6]);
         assert_eq!(processing_clusters(37).iter().sum::<u32>(), 37);
     }
 

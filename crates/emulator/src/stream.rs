@@ -1,7 +1,7 @@
-//! Streams and graphs.
+//! Streams, and their capture into graphs.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{BTreeMap, VecDeque},
     sync::{
         Arc, Condvar, Mutex, MutexGuard, Weak,
         atomic::{AtomicU64, Ordering},
@@ -10,14 +10,15 @@ use std::{
 
 use crate::{
     Code,
-    event::{Event, Mark, Recorded},
+    event::{Event, Mark, PAUSE, Recorded},
+    graph::{Graph, Node},
     lock,
     queue::Turn,
     races::{
         order::{self, Order},
         threads::Knowledge,
     },
-    room, wait,
+    room, schedule, wait,
 };
 
 /// Work of a stream, which a graph repeats.
@@ -30,6 +31,8 @@ pub(crate) struct Stream {
     pub id: u64,
     /// The least number is the highest priority.
     pub priority: i32,
+    /// Its device, and its number among the streams of that, for records of schedules.
+    label: String,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -42,8 +45,8 @@ struct State {
     has_worker: bool,
     is_closed: bool,
     capture: Option<Capturing>,
-    /// What is known behind all work that is done.
-    done: Knowledge,
+    /// The order behind all work that is done.
+    order: Order,
 }
 
 struct Submitted {
@@ -69,14 +72,6 @@ pub(crate) struct Capture {
     nodes: Mutex<Option<Vec<Node>>>,
 }
 
-#[derive(Clone)]
-struct Node {
-    work: Work,
-    after: Vec<usize>,
-    /// The stream it was captured in: its nodes run in order.
-    lane: usize,
-}
-
 static ALL: Mutex<Vec<Weak<Stream>>> = Mutex::new(Vec::new());
 
 /// Waits for all streams of the device.
@@ -89,8 +84,13 @@ impl Stream {
     pub(crate) fn new(device: usize, priority: i32) -> Arc<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        let stream =
-            Arc::new(Self { device, id, priority, state: Mutex::default(), changed: Condvar::new() });
+        static COUNTS: Mutex<BTreeMap<usize, u64>> = Mutex::new(BTreeMap::new());
+        let mut counts = lock(&COUNTS);
+        let count = counts.entry(device).or_default();
+        *count += 1;
+        let label = format!("{device}.{count}");
+        let (state, changed) = (Mutex::default(), Condvar::new());
+        let stream = Arc::new(Self { device, id, priority, label, state, changed });
         let mut all = lock(&ALL);
         all.retain(|stream| stream.strong_count() > 0);
         all.push(Arc::downgrade(&stream));
@@ -115,6 +115,16 @@ impl Stream {
     }
 
     fn push(self: &Arc<Self>, mut state: MutexGuard<'_, State>, work: Work, is_wait: bool) {
+        if schedule::is_on() {
+            drop(state);
+            return schedule::submit(&self.label, || {
+                let turn = Turn::new(self.device, self.id);
+                let submitted = Submitted { work, known: order::host(), turn, is_wait };
+                lock(&self.state).pending += 1;
+                let stream = self.clone();
+                Box::new(move || stream.take_in(submitted))
+            });
+        }
         let turn = Turn::new(self.device, self.id);
         state.queue.push_back(Submitted { work, known: order::host(), turn, is_wait });
         state.pending += 1;
@@ -127,12 +137,30 @@ impl Stream {
         self.changed.notify_all();
     }
 
+    /// The scheduler takes in work.
+    fn take_in(self: Arc<Self>, submitted: Submitted) {
+        let mut state = lock(&self.state);
+        state.queue.push_back(submitted);
+        if !std::mem::replace(&mut state.has_worker, true) {
+            drop(state);
+            schedule::spawn(move || self.work());
+        }
+    }
+
     fn work(&self) {
+        if schedule::is_on() {
+            // Another task may have worked for the stream before.
+            order::set(lock(&self.state).order.clone());
+        }
         loop {
             let mut state = lock(&self.state);
             let Submitted { work, known, turn, is_wait } = loop {
                 match state.queue.pop_front() {
                     Some(work) => break work,
+                    None if schedule::is_on() => {
+                        state.has_worker = false;
+                        return;
+                    }
                     None if state.is_closed => return,
                     None => state = wait(&self.changed, state),
                 }
@@ -146,7 +174,7 @@ impl Stream {
             drop(work);
             let mut state = lock(&self.state);
             state.pending -= 1;
-            state.done = order::get().known;
+            state.order = order::get();
             drop(state);
             self.changed.notify_all();
         }
@@ -162,12 +190,29 @@ impl Stream {
         let state = self.state();
         match (&state.capture, state.pending) {
             (Some(_), _) => Err(Code::CAPTURE_UNSUPPORTED),
+            (None, _) if schedule::is_on() => {
+                drop(state);
+                self.query_scheduled()
+            }
             (None, 0) => {
-                order::join(&state.done);
+                order::join(&state.order.known);
                 Ok(())
             }
             (None, _) => Err(Code::NOT_READY),
         }
+    }
+
+    /// Who asks waits a little for the answer that the work is not done.
+    fn query_scheduled(&self) -> Result<(), Code> {
+        let is_done = || lock(&self.state).pending == 0;
+        if schedule::answer(&self.label, is_done, || order::join(&lock(&self.state).order.known)) {
+            return Ok(());
+        }
+        let state = lock(&self.state);
+        if state.pending != 0 {
+            drop(self.changed.wait_timeout(state, PAUSE));
+        }
+        Err(Code::NOT_READY)
     }
 
     pub(crate) fn synchronize(&self) -> Result<(), Code> {
@@ -178,7 +223,8 @@ impl Stream {
         while state.pending != 0 {
             state = wait(&self.changed, state);
         }
-        order::join(&state.done);
+        drop(state);
+        schedule::joined(&self.label, || order::join(&lock(&self.state).order.known));
         Ok(())
     }
 
@@ -220,7 +266,7 @@ impl Stream {
             }
         }
         match is_joined.iter().all(|&joined| joined) {
-            true => Ok(Graph { nodes: nodes.into(), running: Arc::default() }),
+            true => Ok(Graph::new(nodes)),
             false => Err(Code::CAPTURE_UNJOINED),
         }
     }
@@ -229,10 +275,10 @@ impl Stream {
         let mut state = self.state();
         match &mut state.capture {
             Some(_) if is_external => {
-                let event = event.clone();
+                let (event, label) = (event.clone(), self.label.clone());
                 drop(state);
                 self.submit(Arc::new(move || {
-                    let mark = Arc::new(Mark::default());
+                    let mark = Mark::of_stream(&label);
                     mark.set();
                     *lock(&event.0) = Recorded::Mark(mark);
                 }));
@@ -241,7 +287,7 @@ impl Stream {
                 *lock(&event.0) = Recorded::Captured(capturing.capture.clone(), capturing.tail.clone());
             }
             None => {
-                let mark = Arc::new(Mark::default());
+                let mark = Mark::of_stream(&self.label);
                 *lock(&event.0) = Recorded::Mark(mark.clone());
                 self.push(state, Arc::new(move || mark.set()), false);
             }
@@ -285,52 +331,5 @@ impl Capturing {
             nodes.push(Node { work, after: std::mem::take(&mut self.tail), lane });
             self.tail = vec![nodes.len() - 1];
         }
-    }
-}
-
-/// Nodes and what they wait for.
-#[derive(Clone)]
-pub(crate) struct Graph {
-    nodes: Arc<[Node]>,
-    /// One run at a time.
-    running: Arc<Mutex<()>>,
-}
-
-impl Graph {
-    pub(crate) fn len(&self) -> usize {
-        self.nodes.len()
-    }
-
-    fn run(&self) {
-        let _one = lock(&self.running);
-        let mut lanes: HashMap<usize, Vec<usize>> = HashMap::new();
-        for (index, node) in self.nodes.iter().enumerate() {
-            lanes.entry(node.lane).or_default().push(index);
-        }
-        let start = &order::get();
-        // What is known behind each node that is done.
-        let (done, changed) = (&Mutex::new(vec![None::<Order>; self.nodes.len()]), &Condvar::new());
-        std::thread::scope(|scope| {
-            for lane in lanes.values() {
-                let run = move || {
-                    for &index in lane {
-                        let node = &self.nodes[index];
-                        let mut ready = lock(done);
-                        while node.after.iter().any(|&before| ready[before].is_none()) {
-                            ready = wait(changed, ready);
-                        }
-                        let before = node.after.iter().filter_map(|&before| ready[before].clone());
-                        order::set(order::behind(start, before.collect()));
-                        drop(ready);
-                        (node.work)();
-                        lock(done)[index] = Some(order::get());
-                        changed.notify_all();
-                    }
-                };
-                if lanes.len() == 1 { run() } else { _ = scope.spawn(run) }
-            }
-        });
-        let all = lock(done).iter().flatten().cloned().collect();
-        order::set(order::behind(start, all));
     }
 }

@@ -1,5 +1,6 @@
 //! Why a plan was not loaded, or its execution failed.
 
+use antiphon_device::cuda::CudaError;
 use antiphon_fabric::FabricError;
 use antiphon_plan::{Place, PlanError};
 use antiphon_tensor::{DType, Device, TensorError};
@@ -171,6 +172,12 @@ pub enum ExecutorError {
 impl From<PlanError> for ExecutorError {
     fn from(error: PlanError) -> Self {
         Self::Plan(error.into())
+    }
+}
+
+impl From<CudaError> for ExecutorError {
+    fn from(error: CudaError) -> Self {
+        Self::Fabric(error.into())
     }
 }
 

@@ -64,7 +64,7 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         variants.push(variant(Counting, world_size, architecture, &[]));
         variants.push(variant(Notifying, world_size, architecture, SLOTS));
         let mut moving = variant(Moving { staging }, world_size, architecture, rows);
-        moving.rules.local_bytes = 8; // a register outside the loops
+        moving.rules.local_bytes = 16; // registers outside the loops
         variants.push(moving);
         let summing = Summing::new(DType::BF16, staging, world_size).unwrap();
         let mut summing = variant(summing, world_size, architecture, rows);
@@ -87,7 +87,7 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         let dtype = if world_size == 4 { DType::F32 } else { DType::BF16 };
         let summing = HybridSumming::new(dtype, staging, experts).unwrap();
         let mut summing = variant(summing, world_size, architecture, &["LDG.128.STRONG.SYS"]);
-        summing.rules.local_bytes = 40; // registers outside the loops
+        summing.rules.local_bytes = 56; // registers outside the loops
         variants.push(summing);
     }
     let of_phases = |phases| match phases {
@@ -99,6 +99,9 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         let family = Dispatching::new(phases, format, world_size, Marks::Few);
         let mut dispatching = variant(family, world_size, architecture, of_phases(phases));
         dispatching.rules.forbidden = &[]; // a correctly rounded division is made of them
+        if phases == Phases::Both && format == LowLatencyFormat::Fp8 {
+            dispatching.rules.local_bytes = 8; // a register outside the loops
+        }
         variants.push(dispatching);
     };
     dispatching(Phases::Both, LowLatencyFormat::Fp8Packed, 2);

@@ -55,6 +55,7 @@ operations! {
             (3, "one-shot, registered"),
             (4, "two-shot, registered"),
             (0x42, "two-shot, hierarchical"), // on several nodes
+            (0x43, "two-shot, sums of nodes"), // a mixed all-reduce on several nodes
         ],
         detail: Detail::Digest("place"), // where in registered memory
         ..ALL_REDUCE

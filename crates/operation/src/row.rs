@@ -65,7 +65,7 @@ impl Row {
     pub(crate) const fn mixed(name: &'static str) -> Self {
         Self {
             reduces: true,
-            algorithms: &[(1, "waits"), (2, "bytes1"), (3, "composed")],
+            algorithms: &[(1, "waits"), (2, "bytes1"), (3, "composed"), (4, "bytes2")],
             detail: Detail::Digest("layout and rows"),
             ..Self::on_tensors(name, Extent::Planned, Extent::Planned)
         }

@@ -2,7 +2,7 @@
 
 use std::{ops::Range, time::Duration};
 
-use antiphon::operation::InPlace;
+use antiphon::{operation::InPlace, tensor::dlpack::ElementType};
 use pyo3::{
     exceptions::{PyOverflowError, PyTypeError, PyValueError},
     intern,
@@ -215,6 +215,51 @@ impl<'py> FromPyObject<'_, 'py> for DTypeName {
         };
         Ok(Self(text.trim_start_matches("torch.").to_owned()))
     }
+}
+
+impl DTypeName {
+    /// The type of elements that it names.
+    pub(crate) fn element(&self) -> PyResult<ElementType> {
+        ElementType::named(&self.0).ok_or_else(|| {
+            PyValueError::new_err(format!("unknown dtype {:?}: pass a name such as \"float32\"", self.0))
+        })
+    }
+}
+
+/// Where something takes place: from a device of torch, its text, or the number of a GPU.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Place {
+    Host,
+    /// The GPU's number, or the current one of torch or CuPy.
+    Cuda(Option<u32>),
+}
+
+impl<'py> FromPyObject<'_, 'py> for Place {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(number) = object.extract::<Whole>() {
+            let number = u32::try_from(number.0);
+            return number.map(|number| Self::Cuda(Some(number))).map_err(|_| unknown_device(&object));
+        }
+        // `str` of a torch.device is its text.
+        let text = object.str()?;
+        let text = text.to_cow()?;
+        match text.split_once(':').unwrap_or((&text, "")) {
+            ("cpu", "" | "0") => Ok(Self::Host),
+            ("cuda", "") if !text.ends_with(':') => Ok(Self::Cuda(None)),
+            ("cuda", number) => {
+                number.parse().map(|number| Self::Cuda(Some(number))).map_err(|_| unknown_device(&object))
+            }
+            _ => Err(unknown_device(&object)),
+        }
+    }
+}
+
+fn unknown_device(object: &Bound<'_, PyAny>) -> PyErr {
+    PyValueError::new_err(format!(
+        "unknown device {object:?}: pass \"cpu\", \"cuda\", \"cuda:0\", a torch.device or the number of a GPU"
+    ))
 }
 
 /// The tag of a message.

@@ -93,10 +93,7 @@ impl SharedBuffer {
     #[doc = stub!("SharedBuffer.memory")]
     #[pyo3(signature = (dtype, shape = None, rank = None))]
     fn memory(&self, dtype: DTypeName, shape: Option<Vec<usize>>, rank: Option<usize>) -> Result<Memory> {
-        let DTypeName(dtype) = dtype;
-        let element = ElementType::named(&dtype).ok_or_else(|| {
-            PyValueError::new_err(format!("unknown dtype {dtype:?}: pass a name such as \"float32\""))
-        })?;
+        let element = dtype.element()?;
         let size = element.bytes().ok_or_else(|| {
             PyValueError::new_err(format!("elements of type {element} are not whole bytes"))
         })?;

@@ -46,7 +46,7 @@ _operators.define(
 
 
 def check_world(info: ParallelInfo) -> None:
-    """Refuses a layout that is not that of the default group, if there is one, or not supported."""
+    """Refuses a layout that is not that of the default group, if there is one."""
     if info.world_size == 1:
         raise ValueError("MixedCommHandler: world_size is 1, and there is nothing to communicate")
     if not dist.is_available() or not dist.is_initialized():
@@ -57,13 +57,20 @@ def check_world(info: ParallelInfo) -> None:
             f"MixedCommHandler: world_rank {info.world_rank} of world_size {info.world_size} was passed in, but the default group "
             f"has rank {rank} of {size}"
         )
-    if info.inter_size > 1:
+
+
+def _check_reach(info: ParallelInfo, device: torch.device) -> None:
+    """Refuses GPUs on several nodes."""
+    if info.inter_size > 1 and device.type == "cuda":
         raise NotImplementedError(
-            f"MixedCommHandler: inter_size is {info.inter_size}, and mixed collectives between nodes are missing so far"
+            f"MixedCommHandler: inter_size is {info.inter_size} and device is {device}, and mixed collectives between the GPUs of "
+            "several nodes are missing so far: the host's, device 'cpu', are there"
         )
 
 
-def check_kind(dtype: torch.dtype | str, device: "torch.device | str") -> tuple[torch.dtype, torch.device]:
+def check_kind(
+    info: ParallelInfo, dtype: torch.dtype | str, device: "torch.device | str"
+) -> tuple[torch.dtype, torch.device]:
     dtype = dtype_of("MixedCommHandler", dtype)
     if dtype not in _DTYPES:
         raise ValueError(f"MixedCommHandler: dtype is {dtype}, not float16, bfloat16 or float32")
@@ -73,6 +80,7 @@ def check_kind(dtype: torch.dtype | str, device: "torch.device | str") -> tuple[
         raise ValueError(f"MixedCommHandler: device is {device!r}, neither a CUDA device nor the CPU") from None
     if place.type not in _LARGEST:
         raise ValueError(f"MixedCommHandler: device is {place}, neither a CUDA device nor the CPU")
+    _check_reach(info, place)
     if place.type == "cpu":
         return dtype, torch.device("cpu")
     found = torch.cuda.device_count()
@@ -224,7 +232,8 @@ def run_by_torch(handler: MixedCommHandler, op: MixedCommOp, mode: MixedCommMode
     elif op == MixedCommOp.ALLREDUCE_ALLGATHER:
         gathered = x_in.new_empty(info.world_size * x_in.shape[0], *x_in.shape[1:])
         dist.all_gather_into_tensor(gathered, x_in)
-        x_out.view(info.dp_size, -1).copy_(gathered.view(info.dp_size, info.tp_size, -1).sum(1))
+        summed = gathered.view(info.inter_dp_size, info.inter_tp_size, info.local_dp_size, info.local_tp_size, -1).sum((1, 3))
+        x_out.view(info.dp_size, -1).copy_(summed.view(info.dp_size, -1))
     elif by_groups:
         scattered = torch.empty_like(x_out)  # the output may be a block of the input
         dist.reduce_scatter_tensor(scattered, x_in, group=handler.dp_comm_group)
@@ -232,7 +241,8 @@ def run_by_torch(handler: MixedCommHandler, op: MixedCommOp, mode: MixedCommMode
         x_out.copy_(scattered)
     else:
         # Every rank gets the block of its group from all ranks.
-        row = x_in.view(info.dp_size, 1, -1).expand(-1, info.tp_size, -1).reshape(info.world_size, -1)
+        blocks = x_in.view(info.inter_dp_size, 1, info.local_dp_size, 1, -1)
+        row = blocks.expand(-1, info.inter_tp_size, -1, info.local_tp_size, -1).reshape(info.world_size, -1)
         received = torch.empty_like(row)
         dist.all_to_all_single(received, row)
         x_out.view(-1).copy_(received.sum(0))

@@ -3,9 +3,9 @@ comm/mixed_comm.py, on CUDA and host tensors.
 
 Attention that runs data parallel beside an MLP that runs tensor parallel needs an all-reduce and an all-gather on the way into
 the MLP, and a reduce-scatter and an all-reduce on the way back. FlashInfer's kernels for both need NVLink multicast and NVSHMEM;
-Antiphon's need neither on one node, which is all that it serves so far. The fused modes accumulate in float32 in the order of the ranks
-and round once, so that they give the same bits, whatever the batch; the ``NCCL`` modes are ``torch.distributed``, of whatever
-backend, and round more often.
+Antiphon's need neither on one node. On several nodes it serves host tensors only, so far. The fused modes accumulate in float32 in the
+order of the ranks, on several nodes those of each node first and then the nodes' sums, and round once, so that they give the same bits,
+whatever the batch; the ``NCCL`` modes are ``torch.distributed``, of whatever backend, and round more often.
 """
 
 import enum
@@ -61,8 +61,15 @@ class MixedCommMode(enum.IntEnum):
 
 _Op, _Mode = MixedCommOp, MixedCommMode
 #: Our names of the fused modes.
-FUSED: dict[int, str | None] = {_Mode.FUSED_OPT_WAITS_UC: "waits", _Mode.FUSED_OPT_BYTES1_UC: "bytes1", _Mode.AUTOTUNE: None}
+FUSED: dict[int, str | None] = {
+    _Mode.FUSED_OPT_WAITS_UC: "waits",
+    _Mode.FUSED_OPT_BYTES1_UC: "bytes1",
+    _Mode.FUSED_OPT_BYTES2_UC: "bytes2",
+    _Mode.AUTOTUNE: None,
+}
 _OF_NAME = {name: _Mode(mode) for mode, name in FUSED.items() if name is not None}
+#: What makes a layout.
+_SIZES = ("local_tp_size", "inter_tp_size", "local_dp_size", "inter_dp_size")
 #: Of each GPU, for data under way: with what else a communicator has there it takes less than 100 MB.
 _STAGING_BYTES = 64 << 20
 SCATTERS = (_Op.REDUCESCATTER, _Op.REDUCESCATTER_ALLREDUCE)
@@ -137,13 +144,13 @@ class MixedCommHandler:
     ``local_tp_size`` to ``inter_dp_size`` are as in :class:`ParallelInfo`; tensors are of ``dtype`` (float16, bfloat16 or float32)
     and on ``device`` (``"cuda:i"`` or ``"cpu"``). On CUDA, a fused operation has at most ``grid_size`` blocks (and at least one for
     each peer), if that is given. ``max_block_size``, ``min_block_size`` and ``min_num_steps`` are checked and change nothing, as the
-    blocks of Antiphon's kernels are fixed; ``ib_enable_ibgda`` and ``should_init_nvshmem`` have no effect on one node. With
+    blocks of Antiphon's kernels are fixed; ``ib_enable_ibgda`` and ``should_init_nvshmem`` have no effect. With
     ``use_autotune``, calls without a mode take the fastest of the fused modes: as :meth:`run_autotune` measured on this machine, or
     else by a built-in table.
 
-    The ranks compare their arguments. Raises ``ValueError`` for sizes and ranks that do not fit, a world of one rank, dtypes and
-    devices that are not served, and blocks that FlashInfer would refuse; ``NotImplementedError`` for several nodes;
-    ``RuntimeError`` without a process group, on ranks whose arguments are right while another rank's are not, and on all ranks if
+    The ranks compare their arguments. Raises ``ValueError`` for sizes and ranks that do not fit, nodes that are not those of the ranks
+    (:attr:`antiphon.Communicator.nodes`), a world of one rank, dtypes and devices that are not served, and blocks that FlashInfer would
+    refuse; ``NotImplementedError`` for several nodes on CUDA; ``RuntimeError`` without a process group, on ranks whose arguments are right while another rank's are not, and on all ranks if
     their layouts, dtypes, kinds of device, ``grid_size`` or ``use_autotune`` differ.
     """
 
@@ -182,7 +189,7 @@ class MixedCommHandler:
         try:
             self.para_info = ParallelInfo(*layout, *parts)
             _mixed.check_world(self.para_info)
-            self.dtype, self.device = _mixed.check_kind(dtype, device)
+            self.dtype, self.device = _mixed.check_kind(self.para_info, dtype, device)
             self.grid_size, self._most_blocks = _mixed.check_grid(self.device, grid_size)
             _mixed.check_blocks(max_block_size, min_block_size, min_num_steps)
             self.use_autotune = bool(use_autotune)
@@ -242,14 +249,14 @@ class MixedCommHandler:
         mine: dict[str, Any] = {}
         if problem is None:
             info = self.para_info
-            mine = {"tp_size": info.tp_size, "dp_size": info.dp_size, "dtype": str(self.dtype), "device": self.device.type}
+            mine = {name: getattr(info, name) for name in _SIZES} | {"dtype": str(self.dtype), "device": self.device.type}
             mine |= {"grid_size": grid_size, "use_autotune": self.use_autotune}
         try:
             comm, group = _communicator()
             every = comm.exchange_objects((None if problem is None else str(problem), mine))
         except (RuntimeError, TimeoutError):
             forget(dist.group.WORLD)
-            if problem is not None:  # where there is no communicator either, as between nodes
+            if problem is not None:  # where there is no communicator either
                 raise problem from None
             raise
         if problem is not None:
@@ -261,6 +268,11 @@ class MixedCommHandler:
             if theirs[name] != (first := every[0][1][name]):
                 values = f"{first} on rank 0, {theirs[name]} on rank {rank}"
                 raise RuntimeError(f"MixedCommHandler: {name} differs between the ranks: {values}")
+        if comm.nodes != info.local_ranks():
+            raise ValueError(
+                f"MixedCommHandler: with local_size {info.local_size} and inter_size {info.inter_size} the nodes have the ranks "
+                f"{info.local_ranks()}, but those of the communicator are {comm.nodes}"
+            )
         return comm, group
 
     def get_valid_op_list(self) -> list[MixedCommOp]:
@@ -286,7 +298,7 @@ class MixedCommHandler:
         self._running()
 
     def init_nvshmem(self) -> None:
-        """Does nothing: on one node there is no NVSHMEM. ``RuntimeError`` as :meth:`init_virtual_memory`."""
+        """Does nothing: neither one node nor the host needs NVSHMEM. ``RuntimeError`` as :meth:`init_virtual_memory`."""
         self._running()
 
     def run_autotune(self) -> None:
@@ -356,9 +368,10 @@ class MixedCommHandler:
 
         It is the memory of the communicator, which other handlers on it share, as its other CUDA calls do: none of these may be made
         before :meth:`checkpoint_restore`, nor graphs launched that hold some; calls of this handler raise ``RuntimeError``. On
-        the host there is nothing to give back. If one rank fails, all raise.
+        the host there is nothing to give back. If one rank fails, all raise. ``NotImplementedError`` on several nodes.
         """
         core = self._running(even_prepared=True)
+        self._refuse_nodes("checkpoint_prepare")
         if not self._is_prepared:
             core.release_memory()
             self._is_prepared = True
@@ -368,9 +381,10 @@ class MixedCommHandler:
         nothing.
 
         Raises ``ValueError`` if the backend has another rank or size than the handler, or does not tell them. If one rank fails, for that or for too little
-        memory, all raise, and it can be called again.
+        memory, all raise, and it can be called again. ``NotImplementedError`` on several nodes.
         """
         core = self._running(even_prepared=True)
+        self._refuse_nodes("checkpoint_restore")
         info, problem = self.para_info, None
         try:
             rank, size = comm_backend.Get_rank(), comm_backend.Get_size()
@@ -385,6 +399,10 @@ class MixedCommHandler:
             self._is_prepared = False
         elif problem is not None:
             raise ValueError(problem)
+
+    def _refuse_nodes(self, method: str) -> None:
+        if self.para_info.use_inter:
+            raise NotImplementedError(f"{method}: checkpoints are for one node, and inter_size is {self.para_info.inter_size}")
 
     def _running(self, even_prepared: bool = False) -> _core.MixedHandler:
         if not self.is_running or self._core is None:

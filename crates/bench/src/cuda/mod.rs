@@ -1,6 +1,7 @@
 //! GPUs: ours beside NCCL, in the same processes, size by size in turn.
 //!
 //! * `collectives`, `mixed`, `moe`, `forms` and `fused` have the contenders of their families.
+//! * [`plan`] verifies and times execution plans, beside our all-reduce if that is asked for.
 //! * `tensors` has the memory that contenders share.
 //! * `timing` has graphs of many calls, with the ranks' GPUs synchronised before.
 //! * `table` verifies and times each size; `tail` measures ranks that do not start together, and the slowest of many replays.
@@ -10,6 +11,7 @@ mod forms;
 mod fused;
 mod mixed;
 mod moe;
+pub mod plan;
 mod table;
 pub(crate) mod tail;
 mod tensors;

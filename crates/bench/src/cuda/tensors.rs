@@ -121,9 +121,18 @@ impl<'a> Tensors<'a> {
         case: &Case,
         check: impl Fn(&[T]) -> Result<Wrong> + 'a,
     ) -> Self {
-        let check: Check<'a> = Box::new(move |output, stream| check(&output.read::<T>(stream)?));
         let in_place = case.collective == Collective::Of(Operation::Broadcast);
-        Self { input, output, in_place, check, registered: None }
+        Self { in_place, ..Self::apart(input, output, check) }
+    }
+
+    /// These two, for calls that read one and write the other.
+    pub(super) fn apart<T: Element>(
+        input: Tensor,
+        output: Tensor,
+        check: impl Fn(&[T]) -> Result<Wrong> + 'a,
+    ) -> Self {
+        let check: Check<'a> = Box::new(move |output, stream| check(&output.read::<T>(stream)?));
+        Self { input, output, in_place: false, check, registered: None }
     }
 
     /// Lets registered all-reduces use them.

@@ -57,6 +57,12 @@ impl<'a> Clock<'a> {
     /// # Safety
     /// The memory and the kernels of the graph are alive.
     pub(super) unsafe fn replay(&self, graph: &GraphExec, lined_up: bool) -> Result<f64> {
+        // SAFETY: passed on.
+        self.time(lined_up, |stream| Ok(unsafe { graph.launch(stream) }?))
+    }
+
+    /// Puts work into the stream and gives the microseconds that it took on this rank's GPU, as [`replay`](Self::replay).
+    pub(super) fn time(&self, lined_up: bool, work: impl FnOnce(StreamRef<'_>) -> Result<()>) -> Result<f64> {
         self.comm.barrier()?;
         if lined_up {
             // SAFETY: the kernel takes one number and touches no memory.
@@ -64,8 +70,7 @@ impl<'a> Clock<'a> {
             self.line_up()?;
         }
         self.start.record(self.stream)?;
-        // SAFETY: passed on.
-        unsafe { graph.launch(self.stream) }?;
+        work(self.stream.borrow())?;
         self.end.record(self.stream)?;
         self.stream.borrow().synchronize()?;
         self.ours.check()?;

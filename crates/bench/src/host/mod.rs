@@ -21,7 +21,7 @@ use crate::{
 };
 
 /// Batches of calls; their median is the time.
-const BATCHES: usize = 11;
+pub(crate) const BATCHES: usize = 11;
 /// Calls before the timing, which also tell how many make a batch.
 const WARM_UP: u32 = 3;
 const MOST_ITERATIONS: f64 = 100_000.0;

@@ -80,7 +80,7 @@ impl<T: Element> Contender<&Communicator> for Planned<'_, T> {
 }
 
 /// Elements of input and output.
-fn counts<T: Element>(plan: &Plan, bytes: u64) -> Result<[usize; 2]> {
+pub(crate) fn counts<T: Element>(plan: &Plan, bytes: u64) -> Result<[usize; 2]> {
     let chunks = plan.gpus.first().map_or([0, 0], |gpu| [gpu.input_chunks, gpu.output_chunks]);
     let larger = chunks[0].max(chunks[1]).max(1);
     let size = size_of::<T>() as u64;
@@ -93,7 +93,7 @@ fn counts<T: Element>(plan: &Plan, bytes: u64) -> Result<[usize; 2]> {
 }
 
 /// The elements of this rank's output that are not what the collective must give; none if that is not known.
-fn wrong<T: Element>(comm: &Communicator, plan: &Plan, output: &[T], input: usize) -> Wrong {
+pub(crate) fn wrong<T: Element>(comm: &Communicator, plan: &Plan, output: &[T], input: usize) -> Wrong {
     let (rank, ranks) = (comm.rank(), comm.world_size());
     let Some(operation) = plan.operation() else { return Wrong::default() };
     if operation == Operation::Message {
@@ -128,7 +128,7 @@ fn unlike_any<T: Element>(output: &[T], rank: usize, ranks: usize) -> Wrong {
 }
 
 /// How the plan reduces. One that is proved does so in one way.
-fn reduction(plan: &Plan) -> ReduceOp {
+pub(crate) fn reduction(plan: &Plan) -> ReduceOp {
     let inner = |op: &Op| match &op.kind {
         OpKind::Reduce(reduce) => Some(reduce.op),
         OpKind::SwitchReduce(reduce) => Some(reduce.op),

@@ -80,8 +80,9 @@ pub struct Args {
     #[arg(long, default_value = "sum")]
     op: ReduceOp,
 
-    /// For `mixed`: tensor parallel ranks of a group × groups; the product is the number of ranks
-    #[arg(long, value_name = "TPxDP", default_value = "2x2")]
+    /// For `mixed`: tensor parallel ranks of a group × groups; of several nodes those of a node, and behind a comma those of nodes, as in
+    /// 1x2,2x1. The product is the number of ranks
+    #[arg(long, value_name = "TPxDP[,TPxDP]", default_value = "2x2")]
     layout: Shape,
 
     /// How all-reduce is done [default: auto; on cuda all]

@@ -3,6 +3,7 @@
 //! Each of its commands has a file; the work on plans is in `antiphon-plan` and the crates above it.
 
 mod build;
+mod compile;
 mod run;
 mod show;
 mod simulate;
@@ -11,6 +12,7 @@ mod verify;
 use std::io::{self, Write};
 use std::path::Path;
 
+use antiphon_plan::verify::{Memory, Options, VerifiedPlan};
 use antiphon_plan::{Plan, PlanError};
 use clap::Subcommand;
 use serde::Serialize;
@@ -27,6 +29,7 @@ pub struct Args {
 #[derive(Debug, Clone, Subcommand)]
 enum Command {
     Build(build::Args),
+    Compile(compile::Args),
     Run(run::Args),
     Verify(verify::Args),
     Simulate(simulate::Args),
@@ -39,6 +42,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 pub fn execute(args: Args) -> ExitStatus {
     let done: Result<ExitStatus> = match args.command {
         Command::Build(args) => build::execute(args),
+        Command::Compile(args) => compile::execute(args),
         Command::Run(args) => run::execute(args),
         Command::Verify(args) => verify::execute(args),
         Command::Simulate(args) => simulate::execute(args),
@@ -53,6 +57,12 @@ pub fn execute(args: Args) -> ExitStatus {
 /// Reads a plan's file.
 fn read(file: &Path) -> Result<Plan> {
     Ok(Plan::from_file(file).map_err(|error| about(file, error))?)
+}
+
+/// A proof of the plan for a memory, or what is wrong with it.
+fn prove(plan: &Plan, memory: Memory) -> Result<VerifiedPlan> {
+    let options = Options { memory, ..Options::default() };
+    Ok(VerifiedPlan::new(plan.clone(), &options).map_err(|report| report.to_string())?)
 }
 
 /// An error in a file, with the file's name.

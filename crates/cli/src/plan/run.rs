@@ -5,33 +5,36 @@ use std::{
     path::PathBuf,
 };
 
-use antiphon::{collectives::Communicator, tensor::DType};
+use antiphon::{collectives::Communicator, device::cuda::Driver, operation::Operation, tensor::DType};
 use antiphon_bench::{
     algbw_gbs,
+    cuda::plan::{self as gpu, Compared},
     host::plan::{Ran, measure},
 };
 use antiphon_executor::{LoadedPlan, Options, PacketKind};
-use antiphon_plan::{
-    Plan,
-    verify::{self, VerifiedPlan},
-};
+use antiphon_plan::{Plan, verify::Memory};
 use clap::ValueEnum;
 
-use super::Result;
+use super::{Result, prove};
 use crate::{ExitStatus, FAILURE, SUCCESS, launch::Launch, machine::refuse_beyond_memory, sizes::Sizes};
 
 /// Run a plan on ranks of this machine, check every element of the results, and tell the time.
 ///
-/// The plan is proved first. A collective that is not one of the usual five has no known results: it is timed, and the
+/// The plan is proved first, for the memory of the host or of GPUs. A collective that is not one of the usual five has no known results: it is timed, and the
 /// table says so.
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_help = "\
 Examples:
   antiphon plan run two_shot.json --size 1M
-  antiphon plan run two_shot.json --size 64K..16M:4 --dtype bf16 --symmetric")]
+  antiphon plan run two_shot.json --size 64K..16M:4 --dtype bf16 --symmetric
+  antiphon plan run two_shot.json --device cuda --graph --beside all-reduce")]
 pub struct Args {
     /// The plan's file
     file: PathBuf,
+
+    /// Where the ranks are
+    #[arg(long, value_enum, default_value = "host")]
+    device: Device,
 
     /// How many ranks, each a process [default: as many as the plan is for]
     #[arg(short = 'n', long)]
@@ -53,9 +56,21 @@ pub struct Args {
     #[arg(long, value_enum, default_value = "ll16")]
     packets: Packets,
 
-    /// Keep the tensors in symmetric memory
+    /// Keep the tensors in symmetric memory, on the host
     #[arg(long)]
     symmetric: bool,
+
+    /// How many ranks share a GPU. Times mean something if NVIDIA's MPS is on
+    #[arg(long, value_name = "N")]
+    ranks_per_gpu: Option<std::num::NonZeroUsize>,
+
+    /// On GPUs: make one graph of the calls of a batch
+    #[arg(long)]
+    graph: bool,
+
+    /// On GPUs: verify and time this library's call on the same tensors
+    #[arg(long, value_enum, value_name = "CALL")]
+    beside: Option<Beside>,
 
     /// Be one of the ranks that the command starts
     #[arg(long, hide = true)]
@@ -63,19 +78,41 @@ pub struct Args {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Packets {
+enum Device {
+    /// Processes on the cores of this machine
+    Host,
+    /// Processes on GPUs, one on each unless --ranks-per-gpu says more
+    Cuda,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Beside {
+    /// The all-reduce by the algorithm that the tables choose
+    AllReduce,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Packets {
     /// 4 bytes of data in 8
     Ll8,
     /// 8 bytes of data in 16
     Ll16,
 }
 
+pub(super) fn kind(packets: Packets) -> PacketKind {
+    match packets {
+        Packets::Ll8 => PacketKind::LL8,
+        Packets::Ll16 => PacketKind::LL16,
+    }
+}
+
 /// Runs the command.
 pub fn execute(args: Args) -> Result<ExitStatus> {
     let plan = super::read(&args.file)?;
-    match args.worker {
-        true => work(&args, plan),
-        false => start(&args, &plan),
+    match (args.worker, args.device) {
+        (false, _) => start(&args, &plan),
+        (true, Device::Host) => work(&args, plan),
+        (true, Device::Cuda) => work_on_gpu(&args, &plan),
     }
 }
 
@@ -84,56 +121,130 @@ fn start(args: &Args, plan: &Plan) -> Result<ExitStatus> {
     if ranks != plan.num_ranks() {
         return Err(format!("the plan is for {} ranks, not {ranks}", plan.num_ranks()).into());
     }
-    prove(plan)?;
-    for &bytes in &args.size.0 {
-        let tensors = if args.symmetric { 4 } else { 2 };
-        refuse_beyond_memory(bytes, ranks, u128::from(bytes) * tensors * ranks as u128)?;
+    match args.device {
+        Device::Host => {
+            let of_gpus = [
+                (args.ranks_per_gpu.is_some(), "--ranks-per-gpu"),
+                (args.graph, "--graph"),
+                (args.beside.is_some(), "--beside"),
+            ];
+            if let Some((_, option)) = of_gpus.iter().find(|(given, _)| *given) {
+                return Err(format!("{option} is for --device cuda").into());
+            }
+            prove(plan, Memory::Host)?;
+            for &bytes in &args.size.0 {
+                let tensors = if args.symmetric { 4 } else { 2 };
+                refuse_beyond_memory(bytes, ranks, u128::from(bytes) * tensors * ranks as u128)?;
+            }
+        }
+        Device::Cuda => {
+            if args.symmetric {
+                return Err("--symmetric is for --device host".into());
+            }
+            if args.beside.is_some() && plan.operation() != Some(Operation::AllReduce) {
+                let collective = &plan.collective;
+                return Err(
+                    format!("--beside all-reduce is for plans of allreduce, not of {collective:?}").into()
+                );
+            }
+            prove(plan, Memory::Device)?;
+            enough_gpus(ranks, ranks_per_gpu(args))?;
+        }
     }
     Ok(Launch::workers(ranks)?)
 }
 
-fn prove(plan: &Plan) -> Result<VerifiedPlan> {
-    Ok(VerifiedPlan::new(plan.clone(), &verify::Options::default()).map_err(|report| report.to_string())?)
+fn ranks_per_gpu(args: &Args) -> usize {
+    args.ranks_per_gpu.map_or(1, |ranks| ranks.get())
+}
+
+/// Refuses ranks for which there are too few GPUs, before each of them does.
+fn enough_gpus(ranks: usize, ranks_per_gpu: usize) -> Result<()> {
+    let (needed, found) = (ranks.div_ceil(ranks_per_gpu), Driver::load()?.device_count()? as usize);
+    match found < needed {
+        false => Ok(()),
+        true => Err(format!(
+            "{ranks} ranks, {ranks_per_gpu} on each GPU, need {needed} GPUs, and there are {found}: --ranks-per-gpu puts more on each"
+        )
+        .into()),
+    }
+}
+
+/// Whether nothing is wrong that is known to be.
+fn is_right(ran: &Ran) -> bool {
+    ran.wrong.is_none_or(|wrong| wrong == 0)
+}
+
+fn print_titles(beside: bool) -> std::io::Result<()> {
+    let [bytes, time, algbw, busbw] = ["bytes", "time µs", "alg GB/s", "bus GB/s"];
+    let beside = if beside { format!(" {:>14} {:>7}", "all-reduce µs", "ratio") } else { String::new() };
+    writeln!(stdout(), "{bytes:>12} {time:>10} {algbw:>12} {busbw:>12}{beside}  results")
 }
 
 fn work(args: &Args, plan: Plan) -> Result<ExitStatus> {
     let comm = Communicator::from_env()?;
-    let packets = if args.packets == Packets::Ll8 { PacketKind::LL8 } else { PacketKind::LL16 };
-    let mut loaded = LoadedPlan::load(&comm, &prove(&plan)?, Options { packets })?;
+    let options = Options { packets: kind(args.packets) };
+    let mut loaded = LoadedPlan::load(&comm, &prove(&plan, Memory::Host)?, options)?;
     if comm.rank() == 0 {
-        let titles = ["bytes", "time µs", "alg GB/s", "bus GB/s"];
-        writeln!(
-            stdout(),
-            "{:>12} {:>10} {:>12} {:>12}  results",
-            titles[0],
-            titles[1],
-            titles[2],
-            titles[3]
-        )?;
+        print_titles(false)?;
     }
     let mut all_right = true;
     for &bytes in &args.size.0 {
         let (size, iterations) = ((bytes, args.dtype), args.iterations.max(1));
         let ran = measure(&comm, &plan, &mut loaded, size, args.symmetric, iterations)?;
-        all_right &= ran.wrong.is_none_or(|wrong| wrong == 0);
+        all_right &= is_right(&ran);
         if comm.rank() == 0 {
-            writeln!(stdout(), "{}", text(&ran, &plan, comm.world_size()))?;
+            writeln!(
+                stdout(),
+                "{}",
+                text(&Compared { plan: ran, all_reduce: None }, &plan, comm.world_size())
+            )?;
         }
     }
     Ok(if all_right { SUCCESS } else { FAILURE })
 }
 
+fn work_on_gpu(args: &Args, plan: &Plan) -> Result<ExitStatus> {
+    let comm = Communicator::from_env()?;
+    let (is_first, ranks) = (comm.rank() == 0, comm.world_size());
+    let how = gpu::OnGpus {
+        dtype: args.dtype,
+        packets: kind(args.packets),
+        ranks_per_gpu: ranks_per_gpu(args),
+        iterations: args.iterations,
+        graph: args.graph,
+        beside_all_reduce: args.beside.is_some(),
+    };
+    if is_first {
+        print_titles(how.beside_all_reduce)?;
+    }
+    let mut all_right = true;
+    gpu::run(&comm, &prove(plan, Memory::Device)?, &args.size.0, how, |compared| {
+        all_right &= is_right(&compared.plan) && compared.all_reduce.as_ref().is_none_or(is_right);
+        match is_first {
+            true => writeln!(stdout(), "{}", text(&compared, plan, ranks)),
+            false => Ok(()),
+        }
+    })?;
+    Ok(if all_right { SUCCESS } else { FAILURE })
+}
+
 /// A line of the table.
-fn text(ran: &Ran, plan: &Plan, ranks: usize) -> String {
+fn text(compared: &Compared, plan: &Plan, ranks: usize) -> String {
+    let ran = &compared.plan;
     let algbw = algbw_gbs(ran.bytes, ran.latency_us);
     let busbw = plan
         .operation()
         .and_then(|operation| operation.row().bus_factor.among(ranks))
         .map_or("-".into(), |factor| format!("{:.2}", algbw * factor));
-    let results = match ran.wrong {
-        None => format!("not checked: nothing is known of {:?}", plan.collective),
-        Some(0) => "right".into(),
-        Some(wrong) => format!("{wrong} elements are wrong"),
+    let results = match (ran.wrong, compared.all_reduce.and_then(|beside| beside.wrong)) {
+        (None, _) => format!("not checked: nothing is known of {:?}", plan.collective),
+        (Some(0), None | Some(0)) => "right".into(),
+        (Some(0), Some(wrong)) => format!("{wrong} elements of all-reduce are wrong"),
+        (Some(wrong), _) => format!("{wrong} elements are wrong"),
     };
-    format!("{:>12} {:>10.1} {algbw:>12.2} {busbw:>12}  {results}", ran.bytes, ran.latency_us)
+    let beside = compared.all_reduce.map_or(String::new(), |beside| {
+        format!(" {:>14.1} {:>7.2}", beside.latency_us, ran.latency_us / beside.latency_us)
+    });
+    format!("{:>12} {:>10.1} {algbw:>12.2} {busbw:>12}{beside}  {results}", ran.bytes, ran.latency_us)
 }

@@ -11,13 +11,13 @@ template <bool PLAIN, u32 ROUND> DEVICE void one_shot_of(const arguments& a) {
     for (u32 n = 0; n < ROUND; ++n)
         if (start + n * step < vectors) first[n] = in.load(start + n * step);
     const turn t = begin(a, words);
-    if (t.has_failed()) return fill_nan(out, start, step, vectors);
+    const u32 sent = t.has_failed() ? 0 : vectors;
 #pragma unroll
     for (u32 n = 0; n < ROUND; ++n)
-        if (start + n * step < vectors) push(a, t, a.rank, start + n * step, without_empty(first[n]));
+        if (start + n * step < sent) push(a, t, a.rank, start + n * step, without_empty(first[n]));
 #pragma unroll 1
-    for (u32 i = start + ROUND * step; i < vectors; i += step) push(a, t, a.rank, i, without_empty(in.load(i)));
-    advance(a, t, vectors, 0);
+    for (u32 i = start + ROUND * step; i < sent; i += step) push(a, t, a.rank, i, without_empty(in.load(i)));
+    if (!advance(a, t, vectors, 0)) return fill_nan(out, start, step, vectors);
     reader r(a, t);
     for (u32 i = start; is_warp_before(i, vectors); i += ROUND * step) {
         uint4 sums[ROUND];
@@ -45,8 +45,8 @@ template <bool PLAIN> DEVICE void two_shot_of(const arguments& a) {
     const auto give_up = [&] {
         for (u32 k = 0; k < WORLD; ++k) fill_nan(out, k * part + start, step, (k + 1) * part);
     };
-    if (!begin_and_scatter<PLAIN, false>(a, t, part, part_of)) return give_up();
-    advance(a, t, part, part);
+    begin_and_scatter<PLAIN, false>(a, t, part, part_of);
+    if (!advance(a, t, part, part)) return give_up();
     reader r(a, t);
     for (u32 i = start; is_warp_before(i, part); i += step) {
         uint4 sum[1];

@@ -19,36 +19,18 @@ impl InOrder {
     pub(crate) fn new(comm: &Communicator, dtype: DType, op: ReduceOp) -> Self {
         Self { reducer: Reducer::new(dtype, op), nodes: comm.several_nodes().cloned() }
     }
-
-    /// Reduces `count` elements of the contributions of the ranks from `first` on.
-    ///
-    /// # Safety
-    /// As [`Reducer::run`].
-    #[inline]
-    pub(crate) unsafe fn run_from(
-        &self,
-        first: usize,
-        destination: *mut u8,
-        sources: &[*const u8],
-        count: usize,
-    ) {
-        match &self.nodes {
-            // SAFETY: passed on.
-            None => unsafe { self.reducer.run(destination, sources, count) },
-            Some(nodes) => {
-                let nodes = &nodes.of_ranks()[first..first + sources.len()];
-                // SAFETY: passed on.
-                unsafe { self.reducer.run_by_node(destination, sources, nodes, count) }
-            }
-        }
-    }
 }
 
 impl Reduce for InOrder {
     #[inline]
     unsafe fn run(&self, destination: *mut u8, sources: &[*const u8], count: usize) {
         // SAFETY: passed on.
-        unsafe { self.run_from(0, destination, sources, count) }
+        unsafe {
+            match &self.nodes {
+                None => self.reducer.run(destination, sources, count),
+                Some(nodes) => self.reducer.run_by_node(destination, sources, nodes.of_ranks(), count),
+            }
+        }
     }
 
     fn sum_size(&self) -> usize {

@@ -32,8 +32,7 @@ DEVICE bool meet(const arguments& a, reader& r, u32 first) {
 template <bool PLAIN, class Store>
 DEVICE bool reduce_registered(const arguments& a, const places& p, u32 first, u32 end, Store store) {
     const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return false;
-    advance(a, t, gridDim.x, gridDim.x);
+    if (!advance(a, t, gridDim.x, gridDim.x)) return false;
     reader r(a, t);
     if (!meet(a, r, 0)) return false;
     const u32 step = grid_threads();
@@ -77,6 +76,7 @@ template <bool PLAIN> DEVICE void two_shot_registered_of(const arguments& a, con
     extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
     name(const __grid_constant__ arguments a, const __grid_constant__ places p) {                           \
         pdl_wait();                                                                                         \
+        const block_end end(a);                                                                             \
         if (a.dependents == AT_START) pdl_launch_dependents();                                              \
         PLAIN(a, p);                                                                                        \
     }

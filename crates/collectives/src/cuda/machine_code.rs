@@ -144,7 +144,7 @@ fn broken(code: &Code, variant: &Variant) -> Vec<String> {
         true => Rules { registers, needed, local_bytes: 128, ..Rules::default() },
         // Sums are rounded one by one; a division by 2, 4 or 8 is a product. The search for launches that overlap takes two to four
         // registers, which some kernels do not have left.
-        false => Rules { registers, needed, local_bytes: 16, forbidden: &["FFMA", "DFMA"] },
+        false => Rules { registers, needed, local_bytes: 24, forbidden: &["FFMA", "DFMA"] },
     };
     let mut broken = code.broken(&rules);
     // Those into another block's shared memory are such, in machine code.

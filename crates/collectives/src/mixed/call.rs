@@ -1,6 +1,8 @@
 //! A call of a mixed operation, and its validation.
 
-use antiphon_fabric::{Communicator, FabricError, Operation, Signature};
+use std::ops::Range;
+
+use antiphon_fabric::{Communicator, FabricError, Nodes, Operation, Signature};
 use antiphon_operation::Call;
 
 use super::{MixedLayout, MixedMode, MixedOp, operation_of};
@@ -83,6 +85,12 @@ impl Blocks<'_> {
         }
     }
 
+    /// The range of a group's block that lies in this part of the longest block.
+    pub(crate) fn clip(&self, group: usize, part: &Range<usize>) -> Range<usize> {
+        let len = self.len(group);
+        part.start.min(len)..part.end.min(len)
+    }
+
     /// The length of the longest block.
     pub(crate) fn longest(&self) -> usize {
         match *self {
@@ -105,7 +113,7 @@ pub(crate) struct CheckedMixedCall<'a> {
 }
 
 impl<'a> CheckedMixedCall<'a> {
-    /// Checks tensors and lengths of one of the two fused operations.
+    /// Checks tensors and lengths of one of the two fused operations, or of an all-reduce.
     pub(crate) fn new(
         layout: &MixedLayout,
         call: &MixedCall<'a>,
@@ -113,7 +121,7 @@ impl<'a> CheckedMixedCall<'a> {
         output: Output,
     ) -> Result<Self> {
         let operation = operation_of(call.op);
-        let gathers = operation == Operation::AllReduceAllGather;
+        let gathers = operation != Operation::ReduceScatterAllReduce;
         same_dtype(operation, &input, &output)?;
         reducible(operation, input.dtype, ReduceOp::Sum)?;
         let groups = layout.dp_size();
@@ -164,6 +172,10 @@ impl<'a> CheckedMixedCall<'a> {
 
     /// What ranks agree on in this mode.
     pub(crate) fn signature(&self, mode: u8) -> Signature {
+        let (algorithm, detail) = match self.operation {
+            Operation::AllReduce => (SUMS_OF_NODES, 0),
+            _ => (mode, self.detail),
+        };
         let count = match self.blocks {
             Blocks::Even { count, .. } => count,
             Blocks::Uneven(_) => self.blocks.total(),
@@ -171,8 +183,8 @@ impl<'a> CheckedMixedCall<'a> {
         Signature {
             dtype: Some(self.input.dtype),
             reduce: Some(ReduceOp::Sum),
-            algorithm: mode,
-            detail: self.detail,
+            algorithm,
+            detail,
             count: count as u64,
             ..Signature::new(self.operation)
         }
@@ -184,10 +196,12 @@ impl<'a> CheckedMixedCall<'a> {
     }
 }
 
+/// The number of the algorithm that an all-reduce runs by in [`MixedMode::Bytes1`] between nodes.
+const SUMS_OF_NODES: u8 = 0x43;
+
 /// A digest, which almost always differs for ranks whose layouts or lengths of blocks differ; never 0.
 fn digest(layout: &MixedLayout, counts: Option<&[usize]>) -> u32 {
-    let sizes = [layout.tp_size(), layout.dp_size()];
-    let words = sizes.into_iter().chain(counts.into_iter().flatten().map(|count| count + 1));
+    let words = sizes(layout).into_iter().chain(counts.into_iter().flatten().map(|count| count + 1));
     let mix = |sum: u64, word: usize| {
         let mixed = (sum ^ word as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         mixed ^ mixed >> 29
@@ -211,36 +225,62 @@ pub(super) fn own_block(layout: &MixedLayout, call: &MixedCall<'_>, row: &Output
     Ok(Output { data, count: blocks.len(group), dtype: row.dtype })
 }
 
-/// Checks that all ranks have the same layout, each with its own rank.
-pub(super) fn agree_on_layout(comm: &Communicator, layout: &MixedLayout) -> Result<()> {
-    let sizes = comm.exchange_objects(&(layout.tp_size(), layout.dp_size()))?;
-    let Some(other) = sizes.iter().position(|theirs| *theirs != sizes[0]) else { return Ok(()) };
-    let text = |rank: usize| {
-        let (tp_size, dp_size) = sizes[rank];
-        format!("rank {rank} has tp_size {tp_size} × dp_size {dp_size}")
-    };
-    Err(FabricError::invalid(format!("layouts differ: {}, {}", text(0), text(other))).into())
+/// The sizes that make a layout, in the order of [`SIZES`].
+fn sizes(layout: &MixedLayout) -> [usize; 4] {
+    [layout.local_tp_size(), layout.inter_tp_size(), layout.local_dp_size(), layout.inter_dp_size()]
 }
 
-/// Checks that the layout is that of a communicator's rank, on one node.
-pub(super) fn check_layout(layout: &MixedLayout, rank: usize, world_size: usize) -> Result<()> {
-    let invalid = |text: String| Err(FabricError::invalid(text).into());
-    let (theirs, inter_size) = ((layout.world_rank(), layout.world_size()), layout.inter_size());
+const SIZES: [&str; 4] = ["local_tp_size", "inter_tp_size", "local_dp_size", "inter_dp_size"];
+
+/// Checks that all ranks have the same layout, each with its own rank, and that no rank has a problem with it: then all fail.
+pub(super) fn agree_on_layout(comm: &Communicator, layout: &MixedLayout, mine: Result<()>) -> Result<()> {
+    let every = comm.exchange_objects(&(sizes(layout), mine.as_ref().err().map(ToString::to_string)))?;
+    if let Some(other) = every.iter().position(|(theirs, _)| *theirs != every[0].0) {
+        let text = |rank: usize| {
+            let named = SIZES.iter().zip(every[rank].0).map(|(name, size)| format!("{name} {size}"));
+            format!("rank {rank} has {}", named.collect::<Vec<_>>().join(" × "))
+        };
+        let text = format!("layouts differ: {}, {}", text(0), text(other));
+        return Err(FabricError::invalid(text).into());
+    }
+    mine?;
+    match every.iter().enumerate().find_map(|(rank, (_, problem))| Some((rank, problem.as_ref()?))) {
+        None => Ok(()),
+        Some((rank, problem)) => {
+            Err(FabricError::invalid(format!("rank {rank} refuses its layout: {problem}")).into())
+        }
+    }
+}
+
+/// Checks that the layout is that of a communicator's rank.
+pub(super) fn check_rank(layout: &MixedLayout, rank: usize, world_size: usize) -> Result<()> {
+    let theirs = (layout.world_rank(), layout.world_size());
     if theirs != (rank, world_size) {
-        return invalid(format!(
+        let text = format!(
             "the layout is of rank {} of {}, the communicator of rank {rank} of {world_size}",
             theirs.0, theirs.1
-        ));
+        );
+        return Err(FabricError::invalid(text).into());
     }
     if world_size == 1 {
-        return invalid("a mixed layout needs two ranks at least, the world has one".into());
-    }
-    if inter_size > 1 {
-        return invalid(format!(
-            "mixed collectives need all ranks on one node, the layout has inter_size {inter_size}"
-        ));
+        return Err(FabricError::invalid("a mixed layout needs two ranks at least, the world has one").into());
     }
     Ok(())
+}
+
+/// Checks that the nodes of the layout are those of a communicator of as many ranks.
+pub(super) fn check_nodes(layout: &MixedLayout, nodes: &Nodes) -> Result<()> {
+    let (local_size, inter_size) = (layout.local_size(), layout.inter_size());
+    let has_node = |(rank, node): (usize, &u32)| *node as usize == rank / local_size;
+    if nodes.of_ranks().iter().enumerate().all(has_node) {
+        return Ok(());
+    }
+    let theirs: Vec<_> = (0..nodes.count()).map(|node| format!("{:?}", nodes.ranks(node))).collect();
+    let text = format!(
+        "the layout has local_size {local_size} and inter_size {inter_size}, the nodes of the communicator have the ranks {}",
+        theirs.join(", ")
+    );
+    Err(FabricError::invalid(text).into())
 }
 
 /// Checks that the operation is one of the layout.
@@ -279,23 +319,53 @@ pub(super) fn check_call(layout: &MixedLayout, call: &MixedCall<'_>, modes: &[Mi
 mod tests {
     use super::*;
 
-    fn layout(tp: usize, dp: usize) -> MixedLayout {
-        MixedLayout::builder(tp * dp, 0).local_tp(tp).build().unwrap()
+    fn layout([local_tp, inter_tp, local_dp, inter_dp]: [usize; 4]) -> MixedLayout {
+        MixedLayout::builder(local_tp * inter_tp * local_dp * inter_dp, 0)
+            .local_size(local_tp * local_dp)
+            .local_tp(local_tp)
+            .inter_tp(inter_tp)
+            .build()
+            .unwrap()
     }
 
     #[test]
     fn a_digest_says_which_layout_and_which_counts() {
-        let digests = [
-            digest(&layout(2, 2), None),
-            digest(&layout(4, 2), None),
-            digest(&layout(2, 4), None),
-            digest(&layout(2, 2), Some(&[0, 0])),
-            digest(&layout(2, 2), Some(&[1, 3])),
-            digest(&layout(2, 2), Some(&[3, 1])),
-            digest(&layout(2, 2), Some(&[2, 2])),
+        let even = [
+            [2, 1, 2, 1],
+            [1, 2, 2, 1],
+            [2, 1, 1, 2],
+            [1, 2, 1, 2],
+            [4, 1, 2, 1],
+            [2, 1, 4, 1],
+            [2, 2, 2, 1],
         ];
+        let of_rows = |counts: &[usize]| digest(&layout([2, 1, 2, 1]), Some(counts));
+        let uneven = [[0, 0], [1, 3], [3, 1], [2, 2]].map(|counts| of_rows(&counts));
+        let digests: Vec<u32> =
+            even.map(|sizes| digest(&layout(sizes), None)).into_iter().chain(uneven).collect();
         for (index, digest) in digests.iter().enumerate() {
             assert!(*digest != 0 && !digests[..index].contains(digest), "{digests:x?}");
+        }
+    }
+
+    #[test]
+    fn the_nodes_of_a_layout_are_those_of_the_ranks() {
+        let refused = |sizes: [usize; 4], names: &[&str]| {
+            let nodes = Nodes::named(names.iter().copied());
+            check_nodes(&layout(sizes), &nodes).err().map(|error| error.to_string())
+        };
+        assert_eq!(refused([2, 1, 2, 1], &["", "", "", ""]), None);
+        assert_eq!(refused([1, 2, 2, 1], &["a", "a", "b", "b"]), None);
+        for (sizes, names, theirs) in [
+            ([1, 2, 2, 1], ["", "", "", ""], "[0, 1, 2, 3]"),
+            ([2, 1, 2, 1], ["a", "a", "b", "b"], "[0, 1], [2, 3]"),
+            ([2, 1, 1, 2], ["a", "b", "a", "b"], "[0, 2], [1, 3]"),
+            ([2, 1, 1, 2], ["a", "b", "b", "b"], "[0], [1, 2, 3]"),
+        ] {
+            let text = refused(sizes, &names).expect("it is refused");
+            let [local_size, inter_size] = [sizes[0] * sizes[2], sizes[1] * sizes[3]];
+            let ours = format!("local_size {local_size} and inter_size {inter_size}, ");
+            assert!(text.contains(&ours) && text.ends_with(&format!("the ranks {theirs}")), "{text}");
         }
     }
 

@@ -7,7 +7,7 @@ use antiphon_device::{
     cuda::{DeviceMemory, KernelArgument, Program, StreamRef},
 };
 use antiphon_fabric::{
-    Communicator, Operation,
+    Communicator, FabricError, Operation,
     gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, THREADS, Work, kernels},
 };
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
@@ -15,8 +15,8 @@ use antiphon_tuning::Key;
 
 use super::{
     MixedCall, MixedLayout, MixedMode, MixedOp,
-    call::{CheckedMixedCall, agree_on_layout, check_call, check_layout, check_op, plain_call},
-    choice::{Tables, fused, names},
+    call::{CheckedMixedCall, agree_on_layout, check_call, check_op, check_rank, plain_call},
+    choice::{Tables, fused, names, of_layout},
     operation_of,
 };
 use crate::{
@@ -110,10 +110,11 @@ impl CudaMixedHandler {
     /// The handler of a layout. All ranks call it together.
     ///
     /// # Errors
-    /// As [`MixedHandler::new`](super::MixedHandler::new).
+    /// As [`MixedHandler::new`](super::MixedHandler::new); [`FabricError::InvalidArgument`] for a layout of several nodes, which only the
+    /// host serves.
     pub fn new(comm: &Communicator, collectives: &CudaCollectives, layout: MixedLayout) -> Result<Self> {
-        check_layout(&layout, collectives.rank(), collectives.world_size())?;
-        agree_on_layout(comm, &layout)?;
+        let checked = check_rank(&layout, collectives.rank(), collectives.world_size());
+        agree_on_layout(comm, &layout, checked.and_then(|()| check_one_node(&layout)))?;
         let machine = machine(collectives)?;
         let key = |operation| key(operation, &layout, &machine);
         let tables = Tables::load_with(comm, &layout, key, bytes1_from(&layout))?;
@@ -139,8 +140,7 @@ impl CudaMixedHandler {
 
     /// The modes that [`run`](Self::run) takes.
     pub fn valid_modes(&self) -> &'static [MixedMode] {
-        let modes = MixedMode::valid_in(&self.layout);
-        &modes[..modes.len().min(MixedMode::FUSED.len())]
+        MixedMode::fused_in(&self.layout)
     }
 
     /// The mode of a call that names no mode, for blocks of `bytes` bytes.
@@ -183,7 +183,7 @@ impl CudaMixedHandler {
             let table = AlgorithmTable::measure(
                 comm,
                 &key(operation, &layout, &machine),
-                &names(),
+                &names(&layout),
                 sizes.clone(),
                 |candidate, bytes| {
                     let block = (bytes / DTYPE.size()).max(1);
@@ -195,7 +195,7 @@ impl CudaMixedHandler {
                         count,
                         dtype: DTYPE,
                     };
-                    let call = MixedCall::from(op).mode(MixedMode::FUSED[candidate]);
+                    let call = MixedCall::from(op).mode(MixedMode::fused_in(&layout)[candidate]);
                     comm.barrier()?; // hosts in step, so that no GPU waits for long
                     let once = |stream: StreamRef<'_>| {
                         let input = tensor(&clock.input, from).as_input();
@@ -342,6 +342,19 @@ fn clipped(layout: &MixedLayout, call: &CheckedMixedCall<'_>, start: usize, len:
 /// 3·n bytes by it, takes as long either way at 208 KiB.
 const SECOND_HOP: usize = 312 << 10;
 
+/// Checks that the layout has one node, as GPUs reach no others.
+fn check_one_node(layout: &MixedLayout) -> Result<()> {
+    match layout.inter_size() {
+        1 => Ok(()),
+        nodes => {
+            let text = format!(
+                "mixed collectives of GPUs need all ranks on one node, the layout has inter_size {nodes}"
+            );
+            Err(FabricError::invalid(text).into())
+        }
+    }
+}
+
 /// The bytes of a block from which on [`MixedMode::Bytes1`] is faster: there its second hop saves more bytes than it costs. `tune`
 /// measures a machine's own number.
 fn bytes1_from(layout: &MixedLayout) -> usize {
@@ -358,8 +371,7 @@ fn machine(collectives: &CudaCollectives) -> Result<String> {
 
 /// Tables are of bf16, and serve the other types: times depend on the bytes, and hardly on what they mean.
 fn key(operation: Operation, layout: &MixedLayout, machine: &str) -> Key {
-    let of = format!("{operation}, tp {} × dp {}", layout.tp_size(), layout.dp_size());
-    Key::new(of, "", layout.world_size(), machine)
+    Key::new(of_layout(operation, layout), "", layout.world_size(), machine)
 }
 
 #[cfg(test)]

@@ -2,21 +2,27 @@
 
 use std::cell::OnceCell;
 
+use antiphon_device::host::reduce::Reducer;
 use antiphon_fabric::{Communicator, FabricError, Operation, Written};
 use antiphon_operation::Call;
 use antiphon_tensor::{TensorView, TensorViewMut};
 
 use super::{
     MixedCall, MixedLayout, MixedMode, MixedOp,
-    call::{CheckedMixedCall, agree_on_layout, check_call, check_layout, check_op, own_block, plain_call},
+    between::Between,
+    call::{
+        CheckedMixedCall, agree_on_layout, check_call, check_nodes, check_op, check_rank, own_block,
+        plain_call,
+    },
     choice::Tables,
+    flow::Flow,
     host, operation_of,
 };
 #[cfg(doc)]
 use crate::CollectiveError;
 use crate::{
     ReduceOp,
-    all_reduce::{self, Algorithm, AllReduceOptions, InOrder},
+    all_reduce::{self, Algorithm, AllReduceOptions},
     arguments::{Input, Output},
     collectives::call_checked,
     error::Result,
@@ -41,6 +47,8 @@ pub struct MixedHandler {
     pub(super) layout: MixedLayout,
     pub(super) tables: Tables,
     groups: OnceCell<Groups>,
+    /// The node of each rank of a group, counted from the group's first.
+    nodes_of_group: Vec<u32>,
 }
 
 /// The communicators that [`MixedMode::Composed`] goes through.
@@ -53,13 +61,15 @@ impl MixedHandler {
     /// The handler of a layout. All ranks call it together.
     ///
     /// # Errors
-    /// [`FabricError::InvalidArgument`] for a layout of another rank or world than the communicator's, of one rank, or of several
-    /// nodes, and on all ranks where their layouts differ; as an object exchange, in which ranks see whether all have the same tables in their caches.
+    /// [`FabricError::InvalidArgument`] for a layout of another rank, world or nodes than the communicator's, and for one of one rank; on all ranks
+    /// where a rank has such a layout, or their layouts differ. As an object exchange, in which ranks see whether all have the same tables in their
+    /// caches.
     pub fn new(comm: &Communicator, layout: MixedLayout) -> Result<Self> {
-        check_layout(&layout, comm.rank(), comm.world_size())?;
-        agree_on_layout(comm, &layout)?;
+        let checked = check_rank(&layout, comm.rank(), comm.world_size());
+        agree_on_layout(comm, &layout, checked.and_then(|()| check_nodes(&layout, &comm.nodes())))?;
         let tables = Tables::load(comm, &layout)?;
-        Ok(Self { layout, tables, groups: OnceCell::new() })
+        let nodes_of_group = (0..layout.tp_size()).map(|place| (place / layout.local_tp_size()) as u32);
+        Ok(Self { layout, tables, groups: OnceCell::new(), nodes_of_group: nodes_of_group.collect() })
     }
 
     /// The layout.
@@ -87,7 +97,7 @@ impl MixedHandler {
         match op {
             MixedOp::AllReduce => match all_reduce::algorithm_for(comm, bytes)? {
                 Algorithm::OneShot => Ok(MixedMode::Waits),
-                Algorithm::TwoShot => Ok(MixedMode::Bytes1),
+                Algorithm::TwoShot => Ok(self.two_shot()),
             },
             MixedOp::AllGather | MixedOp::ReduceScatter => Ok(MixedMode::Waits),
             MixedOp::AllReduceAllGather | MixedOp::ReduceScatterAllReduce => {
@@ -144,6 +154,11 @@ impl MixedHandler {
         }
     }
 
+    /// The mode that stands for an all-reduce's two-shot.
+    fn two_shot(&self) -> MixedMode {
+        if self.layout.use_inter() { MixedMode::Bytes2 } else { MixedMode::Bytes1 }
+    }
+
     fn run_checked(
         &self,
         comm: &Communicator,
@@ -152,35 +167,43 @@ impl MixedHandler {
         output: Output,
     ) -> Result<()> {
         check_call(&self.layout, call, self.valid_modes())?;
-        match call.op {
-            MixedOp::AllReduce => {
-                let algorithm = AllReduceOptions::from(call.mode.map(MixedMode::of_all_reduce));
+        match (call.op, call.mode) {
+            // Which an all-reduce has no algorithm for.
+            (MixedOp::AllReduce, Some(mode @ MixedMode::Bytes1)) if self.layout.use_inter() => {
+                self.carry_out(comm, mode, &CheckedMixedCall::new(&self.layout, call, input, output)?)
+            }
+            (MixedOp::AllReduce, mode) => {
+                let algorithm = AllReduceOptions::from(mode.map(MixedMode::of_all_reduce));
                 let call = Call::new(Operation::AllReduce).with_algorithm(algorithm.number());
                 call_checked(comm, &call, input, output)
             }
-            MixedOp::AllGather | MixedOp::ReduceScatter => {
+            (MixedOp::AllGather | MixedOp::ReduceScatter, _) => {
                 call_checked(comm, &plain_call(call), input, output)
             }
-            MixedOp::AllReduceAllGather | MixedOp::ReduceScatterAllReduce => {
+            (MixedOp::AllReduceAllGather | MixedOp::ReduceScatterAllReduce, mode) => {
                 let checked = CheckedMixedCall::new(&self.layout, call, input, output)?;
-                let mode =
-                    call.mode.unwrap_or_else(|| self.tables.choose(checked.operation, checked.bytes()));
+                let mode = mode.unwrap_or_else(|| self.tables.choose(checked.operation, checked.bytes()));
                 self.carry_out(comm, mode, &checked)
             }
         }
     }
 
     fn carry_out(&self, comm: &Communicator, mode: MixedMode, call: &CheckedMixedCall<'_>) -> Result<()> {
-        let signature = call.signature(mode as u8);
-        let flow = host::Flow::new(&self.layout, call);
-        let reducer = InOrder::new(comm, call.input.dtype, ReduceOp::Sum);
+        let signature = &call.signature(mode as u8);
+        let flow = &Flow::new(&self.layout, call, comm.several_nodes(), &self.nodes_of_group);
+        let reducer = &Reducer::new(call.input.dtype, ReduceOp::Sum);
         // SAFETY: every rank runs the mode that the signature names, for the layout and the lengths that it has a digest of.
         let mut rounds = unsafe { comm.rounds()? };
+        // Where all contributors to a block are on one node, a sum is whole when its node has added it up.
+        let is_whole = !self.layout.use_inter() || (call.gathers && !self.layout.use_inter_tp());
+        let between = |by_rail| Between { flow, reducer, signature, by_rail };
         match mode {
-            MixedMode::Waits => Ok(host::one_hop(&mut rounds, &signature, &flow, &reducer)?),
-            MixedMode::Bytes1 => Ok(host::two_hops(&mut rounds, &signature, &flow, &reducer)?),
+            MixedMode::Waits => Ok(host::one_hop(&mut rounds, signature, flow, reducer)?),
+            MixedMode::Bytes1 if is_whole => Ok(host::two_hops(&mut rounds, signature, flow, reducer)?),
+            MixedMode::Bytes1 => Ok(between(false).run(&mut rounds)?),
+            MixedMode::Bytes2 => Ok(between(true).run(&mut rounds)?),
             MixedMode::Composed => {
-                rounds.exchange(&signature, Written::nothing(0))?; // ranks that disagree find out here, where all of them are
+                rounds.exchange(signature, Written::nothing(0))?; // ranks that disagree find out here, where all of them are
                 drop(rounds);
                 self.composed(comm, call)
             }

@@ -1,18 +1,17 @@
-//! The modes on host memory. Offsets and lengths are in bytes.
+//! The modes on host memory that need nothing of nodes but what goes to which; `between` has the others.
 
-use std::ops::Range;
-
+use antiphon_device::host::reduce::Reducer;
 use antiphon_fabric::{Communicator, FabricError, Operation, Rounds, Signature, Written};
 use antiphon_operation::Call;
 
 use super::{
     MixedLayout,
     call::{Blocks, CheckedMixedCall},
+    flow::Flow,
 };
 use crate::{
-    all_reduce::InOrder,
     arguments::{Input, Output},
-    chunked::{chunk_for, copy, exchange_chunks},
+    chunked::{BETWEEN_NODES, chunk_for, copy},
     collectives::call_checked,
     error::Result,
 };
@@ -20,206 +19,90 @@ use crate::{
 /// Bytes of one piece that a rank posts: its two mailboxes stay in L2.
 const PIECE: usize = 128 << 10;
 
-/// The contributors and the receivers of each block, and its place.
-pub(super) struct Flow<'a> {
-    call: &'a CheckedMixedCall<'a>,
-    rank: usize,
-    /// Ranks of a group.
-    tp: usize,
-    groups: usize,
-    /// Bytes of an element.
-    size: usize,
-}
-
-impl<'a> Flow<'a> {
-    pub(super) fn new(layout: &MixedLayout, call: &'a CheckedMixedCall<'a>) -> Self {
-        let (rank, tp, groups) = (layout.world_rank(), layout.tp_size(), layout.dp_size());
-        Self { call, rank, tp, groups, size: call.input.dtype.size() }
-    }
-
-    fn own_group(&self) -> usize {
-        self.rank / self.tp
-    }
-
-    fn group(&self, group: usize) -> Range<usize> {
-        group * self.tp..(group + 1) * self.tp
-    }
-
-    /// The ranks whose sum a group's block is.
-    fn contributors(&self, group: usize) -> Range<usize> {
-        if self.call.gathers { self.group(group) } else { 0..self.groups * self.tp }
-    }
-
-    /// The groups to whose blocks this rank contributes.
-    fn contributed(&self) -> Range<usize> {
-        if self.call.gathers { self.own_only() } else { 0..self.groups }
-    }
-
-    /// The groups whose blocks this rank receives.
-    fn received(&self) -> Range<usize> {
-        if self.call.gathers { 0..self.groups } else { self.own_only() }
-    }
-
-    fn own_only(&self) -> Range<usize> {
-        self.own_group()..self.own_group() + 1
-    }
-
-    /// How many blocks' contributions are in a mailbox.
-    fn width(&self) -> usize {
-        self.contributed().len()
-    }
-
-    /// The index of a group's contribution in a mailbox.
-    fn slot(&self, group: usize) -> usize {
-        if self.call.gathers { 0 } else { group }
-    }
-
-    fn longest(&self) -> usize {
-        self.call.bytes()
-    }
-
-    /// The range of a group's block that lies in this part of the longest block.
-    fn clip(&self, group: usize, part: &Range<usize>) -> Range<usize> {
-        let len = self.call.blocks.len(group) * self.size;
-        part.start.min(len)..part.end.min(len)
-    }
-
-    /// The contribution to a group's block, from its `start` on.
-    fn input(&self, group: usize, start: usize) -> *const u8 {
-        let block = if self.call.gathers { 0 } else { self.call.blocks.start(group) * self.size };
-        // SAFETY: callers ask for what lies in a block, which lies in the input.
-        unsafe { self.call.input.data.add(block + start) }
-    }
-
-    /// Where a group's block is received, from its `start` on.
-    fn output(&self, group: usize, start: usize) -> *mut u8 {
-        let block = if self.call.gathers { self.call.blocks.start(group) * self.size } else { 0 };
-        // SAFETY: callers ask for what lies in a block, which lies in the output.
-        unsafe { self.call.output.data.add(block + start) }
-    }
-
-    /// Posts this rank's contributions to a part of all blocks, in slots of `stride` bytes.
-    fn fill(&self, part: &Range<usize>, stride: usize, outbox: *mut u8) {
-        for group in self.contributed() {
-            let part = self.clip(group, part);
-            // SAFETY: the part lies in the block, and the outbox has a slot for each block.
-            unsafe {
-                let slot = outbox.add(self.slot(group) * stride);
-                copy(self.input(group, part.start), slot, part.len());
-            }
-        }
-    }
-
-    /// Reduces `part` of a group's block, which lies `start` bytes into its contributors' slots; the sum's address.
-    ///
-    /// # Safety
-    /// `inboxes` are those of all ranks, which have been filled with slots of `stride` bytes.
-    unsafe fn reduce(
-        &self,
-        reducer: &InOrder,
-        group: usize,
-        part: &Range<usize>,
-        inboxes: &mut [*const u8],
-        start: usize,
-        stride: usize,
-    ) -> *mut u8 {
-        let output = self.output(group, part.start);
-        let contributors = self.contributors(group);
-        let sources = &mut inboxes[contributors.clone()];
-        // SAFETY: every contributor has posted the part; the output is no mailbox.
-        unsafe {
-            for source in sources.iter_mut() {
-                *source = source.add(self.slot(group) * stride + start);
-            }
-            reducer.run_from(contributors.start, output, sources, part.len() / self.size);
-        }
-        output
-    }
-
-    /// The share of a part of the block that a tensor parallel rank of the group reduces.
-    fn share(&self, part: &Range<usize>, tp_rank: usize) -> Range<usize> {
-        let elements = part.len() / self.size;
-        let bound = |rank: usize| part.start + elements * rank / self.tp * self.size;
-        bound(tp_rank)..bound(tp_rank + 1)
-    }
-}
-
-/// Every receiver of a block reduces all of it.
+/// Every receiver of a block reduces all of it. Ranks of another node get the contributions to the blocks that they receive.
 pub(super) fn one_hop(
     rounds: &mut Rounds,
     signature: &Signature,
     flow: &Flow<'_>,
-    reducer: &InOrder,
+    reducer: &Reducer,
 ) -> Result<(), FabricError> {
-    let width = flow.width();
-    exchange_chunks(
-        rounds,
-        signature,
-        flow.longest(),
-        chunk_for(width, PIECE),
-        width,
-        |part, outbox| {
-            flow.fill(&part, part.len(), outbox);
-            Written::all(part.len() * width)
-        },
-        |part, inboxes| {
-            for group in flow.received() {
-                let clipped = flow.clip(group, &part);
-                // SAFETY: slots are as long as the part.
-                unsafe { flow.reduce(reducer, group, &clipped, inboxes, 0, part.len()) };
-            }
-        },
-    )
+    let (longest, width) = (flow.longest(), flow.width());
+    let preferred = if rounds.nodes().is_some() { BETWEEN_NODES } else { PIECE };
+    let step = chunk_for(width, preferred) / flow.size;
+    let mut start = 0;
+    loop {
+        let part = start..longest.min(start + step);
+        let payload = part.len() * width * flow.size;
+        // SAFETY: the outbox has room for the part of each block.
+        unsafe { flow.post_packed(&part, rounds.outbox(payload)) };
+        let needed = |node| Written::nothing(payload).and(flow.needed_on(node, &part));
+        rounds.exchange_by_node(signature, needed)?;
+        for group in flow.received() {
+            // SAFETY: all ranks have posted this part.
+            unsafe { flow.reduce_packed(reducer, group, &part, rounds.inboxes(payload)) };
+        }
+        start = part.end;
+        if start >= longest {
+            return Ok(());
+        }
+    }
 }
 
-/// Each rank of a group reduces its share of the group's block and posts the sum. A round carries the contributions to one piece
-/// together with the sums of the piece before.
+/// Each rank of a group reduces its share of the group's block and posts the sum for all nodes. All contributors are on the ranks' own
+/// node. A round carries the contributions to one piece together with the sums of the piece before.
 pub(super) fn two_hops(
     rounds: &mut Rounds,
     signature: &Signature,
     flow: &Flow<'_>,
-    reducer: &InOrder,
+    reducer: &Reducer,
 ) -> Result<(), FabricError> {
-    let (longest, rank, own_group) = (flow.longest(), flow.rank, flow.own_group());
-    let step = chunk_for(flow.width() + 1, PIECE);
+    let (longest, size, own_group, own_place) =
+        (flow.longest(), flow.size, flow.own_group(), flow.own_place());
+    let step = chunk_for(flow.width() + 1, PIECE) / size;
     let pieces = longest.div_ceil(step).max(1);
     let piece = |index: usize| index * step..longest.min((index + 1) * step);
-    // Behind the slots of contributions.
-    let sums = flow.width() * step;
+    // Behind the slots of contributions, in bytes.
+    let sums = flow.width() * step * size;
     for round in 0..=pieces {
         let mut written = Written::nothing(Rounds::CAPACITY);
         if round > 0 {
             let part = flow.clip(own_group, &piece(round - 1));
-            let share = flow.share(&part, rank % flow.tp);
-            written = written.and(sums..sums + share.len());
+            written = written.and(sums..sums + flow.share(&part, own_place).len() * size);
         }
         if round < pieces {
-            flow.fill(&piece(round), step, rounds.outbox(Rounds::CAPACITY));
-            written = written.and(0..sums);
+            let outbox = rounds.outbox(Rounds::CAPACITY);
+            for group in flow.contributed() {
+                let part = flow.clip(group, &piece(round));
+                // SAFETY: the outbox has a slot for each block.
+                unsafe { flow.post(group, &part, outbox, flow.slot(group) * step) };
+            }
         }
         rounds.exchange(signature, written)?;
         if round > 0 {
             for group in flow.received() {
                 let part = flow.clip(group, &piece(round - 1));
-                for peer in flow.group(group).filter(|&peer| peer != rank) {
-                    let share = flow.share(&part, peer % flow.tp);
-                    // SAFETY: the peer has put the sum of its share there before it posted this round.
-                    unsafe {
-                        let from = rounds.inbox(peer, Rounds::CAPACITY).add(sums);
-                        copy(from, flow.output(group, share.start), share.len());
+                for place in 0..flow.group_size() {
+                    let (peer, share) = (flow.member(group, place), flow.share(&part, place));
+                    if peer != flow.rank() {
+                        // SAFETY: the peer has put the sum of its share there before it posted this round.
+                        unsafe {
+                            let from = rounds.inbox(peer, Rounds::CAPACITY).add(sums);
+                            copy(from, flow.output(group, share.start), share.len() * size);
+                        }
                     }
                 }
             }
         }
         if round < pieces {
             let part = flow.clip(own_group, &piece(round));
-            let share = flow.share(&part, rank % flow.tp);
+            let share = flow.share(&part, own_place);
             let next = rounds.outbox(Rounds::CAPACITY);
             let inboxes = rounds.inboxes(Rounds::CAPACITY);
+            let place = flow.slot(own_group) * step + share.start - part.start;
             // SAFETY: all contributions to the piece have been posted; the outbox of the next round is free since the wait.
             unsafe {
-                let sum = flow.reduce(reducer, own_group, &share, inboxes, share.start - part.start, step);
-                copy(sum, next.add(sums), share.len());
+                let sum = flow.reduce(reducer, own_group, &share, inboxes, place);
+                copy(sum, next.add(sums), share.len() * size);
             }
         }
     }

@@ -103,8 +103,8 @@ template <bool PLAIN> DEVICE void gather_waits_of(const arguments& a, const bloc
     turn t;
     const auto load = [&](u32 i) { return in.load(i); };
     const auto send = [&](const turn& t, u32 i, uint4 v) { push(a, t, a.rank, i, without_empty(v)); };
-    if (!begin_and_send<1, 1, true>(a, t, start, step, vectors, load, send)) return fail_row<PLAIN>(a, b, start, step);
-    advance(a, t, most, 0);
+    begin_and_send<1, 1, true>(a, t, start, step, vectors, load, send);
+    if (!advance(a, t, most, 0)) return fail_row<PLAIN>(a, b, start, step);
     reader r(a, t);
     for (u32 i = start; is_warp_before(i, most); i += step) {
         uint4 got[WORLD];
@@ -135,9 +135,8 @@ template <bool PLAIN> DEVICE void gather_bytes1_of(const arguments& a, const blo
     };
     const u32 first = blockIdx.x / MATES * blockDim.x + threadIdx.x;
     const u32 end = vectors_of_part(vectors, tp_rank);
-    if (!begin_and_send<PLAIN ? DEPTH : 1, 1, false>(a, t, first, serving * blockDim.x, end, load, send))
-        return fail_row<PLAIN>(a, b, start, step);
-    advance(a, t, most, most);
+    begin_and_send<PLAIN ? DEPTH : 1, 1, false>(a, t, first, serving * blockDim.x, end, load, send);
+    if (!advance(a, t, most, most)) return fail_row<PLAIN>(a, b, start, step);
     reader r(a, t);
     for (u32 i = start; is_warp_before(i, own_part); i += step) {
         uint4 got[TP];
@@ -189,15 +188,14 @@ template <bool PLAIN> DEVICE void scatter_waits_of(const arguments& a, const blo
     uint4 first[GROUPS];
     load(start, first);
     const turn t = begin(a, words);
-    if (t.has_failed()) return fail_block<PLAIN>(a, b, start, step);
-    send(t, start, first);
+    if (!t.has_failed()) send(t, start, first);
 #pragma unroll 1
-    for (u32 i = start + step; i < most; i += step) {
+    for (u32 i = start + step; i < most && !t.has_failed(); i += step) {
         uint4 v[GROUPS];
         load(i, v);
         send(t, i, v);
     }
-    advance(a, t, vectors, 0);
+    if (!advance(a, t, vectors, 0)) return fail_block<PLAIN>(a, b, start, step);
     reader r(a, t);
     for (u32 i = start; is_warp_before(i, vectors); i += step) {
         uint4 sum[1];
@@ -225,8 +223,8 @@ template <bool PLAIN> DEVICE void scatter_bytes1_of(const arguments& a, const bl
     };
     turn t;
     const u32 to_send = vectors_of_part(their_vectors, tp_rank_of(theirs));
-    if (!begin_and_scatter<PLAIN, false>(a, t, to_send, part_for)) return fail_block<PLAIN>(a, b, start, step);
-    advance(a, t, most, most);
+    begin_and_scatter<PLAIN, false>(a, t, to_send, part_for);
+    if (!advance(a, t, most, most)) return fail_block<PLAIN>(a, b, start, step);
     reader r(a, t);
     for (u32 i = start; is_warp_before(i, own_part); i += step) {
         uint4 sum[1];
@@ -256,6 +254,7 @@ template <bool PLAIN> DEVICE void scatter_bytes1_of(const arguments& a, const bl
     extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
     name(const __grid_constant__ arguments a, const __grid_constant__ blocks b) {                           \
         pdl_wait();                                                                                         \
+        const block_end end(a);                                                                             \
         if (a.dependents == AT_START) pdl_launch_dependents();                                              \
         PLAIN(a, b);                                                                                        \
     }

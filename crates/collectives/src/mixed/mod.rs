@@ -1,6 +1,7 @@
 //! Mixed collectives: a sum over tensor parallel ranks and a gather or scatter over data parallel ranks, in one call.
 //!
-//! A [`MixedLayout`] puts ranks into `dp` groups of `tp` ranks: rank `r` is tensor parallel rank `r mod tp` of group `r / tp`.
+//! A [`MixedLayout`] puts ranks into `dp` groups of `tp` ranks. On one node, rank `r` is tensor parallel rank `r mod tp` of group `r / tp`; a
+//! group that is on several nodes has neighbours on each.
 //! Attention that runs data parallel beside an MLP that runs tensor parallel needs two operations for each layer. Group `d` has
 //! block `d` of the tokens:
 //!
@@ -18,18 +19,25 @@
 //! | [`Bytes1`](MixedMode::Bytes1), two hops | a group divides its block among its ranks, which send the sums to all ranks | the same, and the sums go to the group |
 //! | [`Composed`](MixedMode::Composed) | `all_reduce` in the group, then `all_gather` | `reduce_scatter` between the groups, then `all_reduce` |
 //!
-//! Sums accumulate in f32 (f64 for f64, wrapping i64 for integers) in ascending rank order and are rounded once, so the first two
-//! modes give the same bits on every rank that shares an output, for every way to cut the tokens into batches. `Composed` rounds a
-//! reduce-scatter + all-reduce twice.
+//! On the host a layout may have several nodes, which must be those of the ranks. Then `Waits` sends a node the contributions that its ranks
+//! receive. In [`Bytes1`](MixedMode::Bytes1) the ranks of a node add up among themselves first, and every receiver combines the sums of the nodes. In
+//! [`Bytes2`](MixedMode::Bytes2) the ranks at one place of their nodes, a rail, divide these sums, and the results are gathered.
+//!
+//! Sums accumulate in f32 (f64 for f64, wrapping i64 for integers), in ascending rank order within each node and then in the order of the nodes, and
+//! are rounded once. So all modes but `Composed` give the same bits on every rank that shares an output, for every way to cut the tokens into
+//! batches. `Composed` rounds a reduce-scatter + all-reduce twice.
 //!
 //! Blocks need not be equally long: [`MixedCall::counts`] has the length of each.
 //!
-//! `call` has the call and its validation, `handler` the public type for host memory, `host` its algorithms, and `choice` the
-//! tables; `cuda` and kernels.cuh have the same for GPUs.
+//! `call` has the call and its validation, `flow` who contributes and receives, `handler` the public type for host memory, `host` its algorithms,
+//! `between` and `division` those between nodes, and `choice` the tables; `cuda` and kernels.cuh have the same for GPUs.
 
+mod between;
 mod call;
 mod choice;
 mod cuda;
+mod division;
+mod flow;
 mod handler;
 mod host;
 #[cfg(any(test, feature = "reference"))]
@@ -52,24 +60,40 @@ use crate::all_reduce::Algorithm;
 pub enum MixedMode {
     /// One hop, with the fewest waits: a rank sends all that a receiver needs, and every receiver reduces.
     Waits = 1,
-    /// Two hops, with the fewest bytes: each rank of a group reduces a part, and the parts are gathered.
+    /// Two hops, with fewer bytes: each rank of a group reduces a part, and the parts are gathered. Between nodes, the ranks of a node add
+    /// up a part each, and every receiver combines the sums of the nodes. For layouts that share tensors inside nodes.
     Bytes1 = 2,
     /// Two collectives, one after the other.
     Composed = 3,
+    /// Three hops, with the fewest bytes between nodes: the ranks of a node add up a part each, each rank of a rail combines a part of
+    /// the sums of the nodes, and the results are gathered. For layouts that share tensors between nodes, on the host.
+    Bytes2 = 4,
 }
 
 impl MixedMode {
     /// All modes, in the order of their numbers.
-    pub const ALL: [Self; 3] = [Self::Waits, Self::Bytes1, Self::Composed];
-    /// The modes that give the same bits, of which one is chosen where the caller names none.
-    const FUSED: [Self; 2] = [Self::Waits, Self::Bytes1];
+    pub const ALL: [Self; 4] = [Self::Waits, Self::Bytes1, Self::Composed, Self::Bytes2];
 
-    /// The modes of a layout: [`Composed`](Self::Composed) where there are two collectives, and two hops where groups have several ranks.
+    /// The modes of a layout: [`Composed`](Self::Composed), the last, where there are two collectives, [`Bytes1`](Self::Bytes1) where the
+    /// ranks of a node share tensors, and [`Bytes2`](Self::Bytes2) where nodes do.
     pub fn valid_in(layout: &MixedLayout) -> &'static [Self] {
-        match (layout.use_tp(), layout.use_dp()) {
-            (true, true) => &Self::ALL,
-            (true, false) => &Self::FUSED,
-            _ => &Self::ALL[..1],
+        use MixedMode::{Bytes1, Bytes2, Composed, Waits};
+        match (layout.use_local_tp(), layout.use_inter_tp(), layout.use_dp()) {
+            (true, true, true) => &[Waits, Bytes1, Bytes2, Composed],
+            (true, true, false) => &[Waits, Bytes1, Bytes2],
+            (true, false, true) => &[Waits, Bytes1, Composed],
+            (true, false, false) => &[Waits, Bytes1],
+            (false, true, true) => &[Waits, Bytes2, Composed],
+            (false, true, false) => &[Waits, Bytes2],
+            (false, false, _) => &[Waits],
+        }
+    }
+
+    /// The modes of a layout that give the same bits, of which one is chosen where the caller names none.
+    fn fused_in(layout: &MixedLayout) -> &'static [Self] {
+        match Self::valid_in(layout) {
+            [fused @ .., Self::Composed] => fused,
+            fused => fused,
         }
     }
 
@@ -108,13 +132,37 @@ mod tests {
 
     #[test]
     fn modes_are_those_that_the_layout_has_a_use_for() {
-        use MixedMode::{Bytes1, Composed, Waits};
-        let modes = |tp: usize, dp: usize| {
-            let layout = MixedLayout::builder(tp * dp, 0).local_tp(tp).build().unwrap();
-            MixedMode::valid_in(&layout)
+        use MixedMode::{Bytes1, Bytes2, Composed, Waits};
+        let modes = |local: [usize; 2], inter: [usize; 2]| {
+            let world_size = local.into_iter().chain(inter).product();
+            let layout = MixedLayout::builder(world_size, 0)
+                .local_size(local[0] * local[1])
+                .local_tp(local[0])
+                .inter_tp(inter[0])
+                .build()
+                .unwrap();
+            let (valid, fused) = (MixedMode::valid_in(&layout), MixedMode::fused_in(&layout));
+            assert!(valid.starts_with(fused) && !fused.contains(&Composed));
+            assert!(valid[fused.len()..].iter().all(|&mode| mode == Composed));
+            valid
         };
-        assert_eq!(modes(2, 2), [Waits, Bytes1, Composed]);
-        assert_eq!(modes(4, 1), [Waits, Bytes1]);
-        assert_eq!(modes(1, 4), [Waits]);
+        assert_eq!(modes([2, 2], [1, 1]), [Waits, Bytes1, Composed]);
+        assert_eq!(modes([4, 1], [1, 1]), [Waits, Bytes1]);
+        assert_eq!(modes([1, 4], [1, 1]), [Waits]);
+        assert_eq!(modes([2, 1], [1, 2]), [Waits, Bytes1, Composed]);
+        assert_eq!(modes([2, 2], [2, 1]), [Waits, Bytes1, Bytes2, Composed]);
+        assert_eq!(modes([2, 1], [2, 1]), [Waits, Bytes1, Bytes2]);
+        assert_eq!(modes([1, 2], [2, 1]), [Waits, Bytes2, Composed]);
+        assert_eq!(modes([1, 1], [2, 2]), [Waits, Bytes2, Composed]);
+        assert_eq!(modes([1, 1], [3, 1]), [Waits, Bytes2]);
+        assert_eq!(modes([1, 2], [1, 2]), [Waits]);
+    }
+
+    #[test]
+    fn rows_name_every_mode() {
+        for operation in [Operation::AllReduceAllGather, Operation::ReduceScatterAllReduce] {
+            let names = MixedMode::ALL.map(|mode| operation.row().algorithm(mode as u8));
+            assert_eq!(names, ["waits", "bytes1", "composed", "bytes2"].map(Some));
+        }
     }
 }

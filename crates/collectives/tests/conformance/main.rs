@@ -9,6 +9,8 @@
 //! On several nodes there are two nodes and up to four ranks: `all_reduce::host_nodes::special_values_follow_the_rules::world_1_and_3`. Reductions go by nodes in tests
 //! that say so: `…::world_1_and_3_by_nodes`.
 //!
+//! A mixed layout has nodes of equally many ranks: two or three nodes, and up to eight ranks.
+//!
 //! | module | what it holds |
 //! | --- | --- |
 //! | `harness` | the backends, and tensors that notice a write beside them |
@@ -22,6 +24,35 @@ macro_rules! conformance {
     ($($behaviour:ident: $dtypes:tt, $worlds:tt;)*) => {
         conformance_on_host_and_nodes!($($behaviour: $dtypes, $worlds;)*);
 
+        conformance_on_gpus!($($behaviour: $dtypes, $worlds;)*);
+    };
+}
+
+/// As [`conformance!`], for behaviours of a mixed layout, whose nodes have equally many ranks.
+macro_rules! conformance_of_layouts {
+    ($($behaviour:ident: $dtypes:tt, $worlds:tt;)*) => {
+        conformance_of_layouts_on_host!($($behaviour: $dtypes, $worlds;)*);
+        conformance_on_gpus!($($behaviour: $dtypes, $worlds;)*);
+    };
+}
+
+macro_rules! conformance_of_layouts_on_host {
+    ($($behaviour:ident: $dtypes:tt, $worlds:tt;)*) => {
+        conformance_on_host!($($behaviour: $dtypes, $worlds;)*);
+
+        mod host_nodes {
+            $(mod $behaviour {
+                #[allow(unused_imports)]
+                use super::super::$behaviour as behaviour;
+                for_any_backend!($dtypes);
+                worlds_of_equal_nodes!($worlds);
+            })*
+        }
+    };
+}
+
+macro_rules! conformance_on_gpus {
+    ($($behaviour:ident: $dtypes:tt, $worlds:tt;)*) => {
         mod gpus {
             $(mod $behaviour {
                 #[allow(unused_imports)]
@@ -118,6 +149,23 @@ macro_rules! world_of_nodes {
             run::<crate::harness::HostNodes<crate::harness::$layout $(<$inner>)?>>($world);
         }
     };
+    ($other:ident) => {};
+}
+
+/// Worlds of up to eight ranks, on two or three nodes of equally many.
+macro_rules! worlds_of_equal_nodes {
+    ([$($world:ident)*]) => { $(world_of_equal_nodes!($world);)* };
+}
+
+macro_rules! world_of_equal_nodes {
+    (world_2) => { world_of_nodes!(@ world_1_and_1: Halves, 2); };
+    (world_3) => { world_of_nodes!(@ world_1_and_1_and_1: Thirds, 3); };
+    (world_4) => { world_of_nodes!(@ world_2_and_2: Halves, 4); };
+    (world_6) => {
+        world_of_nodes!(@ world_3_and_3: Halves, 6);
+        world_of_nodes!(@ world_2_and_2_and_2: Thirds, 6);
+    };
+    (world_8) => { world_of_nodes!(@ world_4_and_4: Halves, 8); };
     ($other:ident) => {};
 }
 

@@ -270,8 +270,11 @@ fn ranks_that_fuse_different_things_are_told_so() {
             rank.stream.borrow().synchronize()?;
             Ok(fused.queue().expect_err("the first call failed").to_string())
         });
-        for text in errors {
-            assert!(said.iter().all(|said| text.contains(said)), "{cases:?}: {text}");
+        // A rank may find the failure before its peer's first block has said what the peer does.
+        let names_both = |text: &String| said.iter().all(|said| text.contains(said));
+        assert!(errors.iter().any(names_both) || errors.is_empty(), "{cases:?}: {errors:?}");
+        for text in &errors {
+            assert!(names_both(text) || text.contains("disagreed with rank"), "{cases:?}: {text}");
         }
     }
 }

@@ -206,6 +206,10 @@ fn what_a_gpus_handler_refuses() {
         assert!(text.contains("the operation must be one of all_reduce, as tp_size is 2"), "{text}");
         let text = refused(MixedCall::from(MixedOp::AllReduce).mode(MixedMode::Composed));
         assert!(text.contains("the mode must be one of waits, bytes1, not composed"), "{text}");
+        let nodes = MixedLayout::builder(2, rank.comm.rank()).local_size(1).build()?;
+        let text = CudaMixedHandler::new(&rank.comm, &rank.collectives, nodes).unwrap_err().to_string();
+        let only = "mixed collectives of GPUs need all ranks on one node, the layout has inter_size 2";
+        assert!(text.ends_with(only), "{text}");
         Ok(())
     });
 }

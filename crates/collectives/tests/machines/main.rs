@@ -16,6 +16,8 @@ use rustix::process::Signal;
 #[path = "../../../fabric/tests/processes/mod.rs"]
 mod processes;
 
+mod mixed;
+
 use processes::{World, role, say, say_error};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -66,6 +68,8 @@ fn rank_process() {
     say("ready");
     let ended = match role.as_str() {
         "sums" => sums(&comm),
+        "mixed" => mixed::every_layout(&comm),
+        "mixed calls" => mixed::call_for_ever(&comm),
         "barriers" => loop {
             if let Err(error) = comm.barrier() {
                 break Err(error);
@@ -113,6 +117,30 @@ fn sums_have_the_bits_of_their_nodes() {
         }
         world.end(&[]);
     }
+}
+
+#[test]
+fn mixed_collectives_have_the_bits_of_the_order_of_sums() {
+    let Some(machines) = machines() else { return };
+    let world = world(&machines, [2, 2], "mixed");
+    for rank in 0..world.size() {
+        assert_eq!(world.hear(rank).1, "done", "rank {rank}");
+    }
+    world.end(&[]);
+}
+
+#[test]
+fn a_rank_that_is_killed_in_mixed_collectives_is_named_on_both_machines() {
+    let Some(machines) = machines() else { return };
+    let world = world(&machines, [2, 2], "mixed calls");
+    std::thread::sleep(Duration::from_millis(50));
+    let killed = world.signal(2, Signal::KILL);
+    for rank in world.others(2) {
+        let (heard, said) = world.hear(rank);
+        assert_eq!(said, "lost 2", "rank {rank}");
+        assert!(heard - killed < Duration::from_secs(2), "rank {rank} knew after {:?}", heard - killed);
+    }
+    world.end(&[2]);
 }
 
 #[test]

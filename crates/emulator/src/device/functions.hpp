@@ -18,7 +18,6 @@ extern "C" __attribute__((visibility("default"))) void emulator_run(const emulat
 #define __host__
 #define __global__
 #define __constant__ static
-#define __shared__ static thread_local
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __forceinline__ inline __attribute__((always_inline))

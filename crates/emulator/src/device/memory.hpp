@@ -29,11 +29,11 @@ template <class... A, void (*FUNCTION)(A...)> struct registration<FUNCTION> {
 // ------------------------------------------------------------------------------------------------------ instructions
 
 RUNTIME uint32_t address(const void* p) {
-    const ptrdiff_t offset = (const char*)p - anchor;
-    if (offset != (int32_t)offset || offset > (1 << 20) || offset < -(1 << 20)) fail("an address is not of shared memory");
+    const ptrdiff_t offset = (const char*)p - current_block->launch.memory;
+    if (offset < 0 || offset > (ptrdiff_t)BLOCK_BYTES) fail("an address is not of shared memory");
     return (uint32_t)offset;
 }
-RUNTIME char* shared(uint32_t address) { return anchor + (int32_t)address; }
+RUNTIME char* shared(uint32_t address) { return current_block->launch.memory + (int32_t)address; }
 // An address of the cluster's shared memory has the rank of its block, plus one, in the upper byte; one of the own block's
 // memory has 0 or 255 there.
 RUNTIME uint32_t address_in_block(uint32_t address, unsigned rank) {
@@ -45,7 +45,7 @@ RUNTIME char* shared_of_cluster(uint32_t address) {
     if (of == 0 || of == 255) return shared(address);
     cluster* c = current_block->launch.of_cluster;
     const int32_t offset = (int32_t)(address & 0xFFFFFF) - (1 << 20);
-    if (!c) return anchor + offset;
+    if (!c) return current_block->launch.memory + offset;
     char* there;
     while (!(there = __atomic_load_n(&c->anchors[of - 1], __ATOMIC_ACQUIRE))) look();
     return there + offset;
@@ -75,11 +75,8 @@ template <> struct bits_of<8> { typedef uint64_t type; };
 // A strong load is for memory that somebody else writes. 16 bytes are whole: one instruction, of a processor that has AVX.
 template <class T> RUNTIME T load(const volatile void* at, unsigned what) {
     if ((uintptr_t)at % sizeof(T)) fail("an access is not aligned");
-    if (what & STRONG) {
-        current_block->looks_at = (size_t)at;
-        current_block->looks_pc = current->pc;
-        look();
-    }
+    if (what & STRONG) look_at(at, sizeof(T));
+    else point();
     access checked(at, sizeof(T), what | READ);
     T value;
     if constexpr (sizeof(T) == 16) {
@@ -90,11 +87,14 @@ template <class T> RUNTIME T load(const volatile void* at, unsigned what) {
         const auto bits = __atomic_load_n((typename bits_of<sizeof(T)>::type*)at, __ATOMIC_ACQUIRE);
         memcpy(&value, &bits, sizeof(T));
     }
+    if (what & STRONG) saw(at, sizeof(T), &value);
     return value;
 }
 template <class T> RUNTIME void store(volatile void* at, T value, unsigned what) {
     if ((uintptr_t)at % sizeof(T)) fail("an access is not aligned");
-    current_block->progress = true;
+    point();
+    moved();
+    wrote(at, sizeof(T));
     access checked(at, sizeof(T), what | WRITE);
     if constexpr (sizeof(T) == 16) {
         __m128i v;
@@ -108,7 +108,9 @@ template <class T> RUNTIME void store(volatile void* at, T value, unsigned what)
 }
 #define ANTIPHON_FETCH(name, result)                                                                                \
     template <class T> RUNTIME T fetch_##name(volatile void* at, T value, unsigned what) {                          \
-        current_block->progress = true;                                                                             \
+        point();                                                                                                    \
+        moved();                                                                                                    \
+        wrote(at, sizeof(T));                                                                                       \
         access checked(at, sizeof(T), what | READ | WRITE);                                                         \
         T old;                                                                                                      \
         __atomic_load((T*)at, &old, __ATOMIC_ACQUIRE);                                                              \
@@ -127,20 +129,28 @@ ANTIPHON_FETCH(min, value < old ? value : old)
 ANTIPHON_FETCH(max, old < value ? value : old)
 #undef ANTIPHON_FETCH
 template <class T> RUNTIME T fetch_cas(volatile void* at, T expected, T value, unsigned what) {
-    current_block->progress = true;
+    point();
+    moved(false);
+    wrote(at, sizeof(T));
     access checked(at, sizeof(T), what | READ | WRITE);
     __atomic_compare_exchange((T*)at, &expected, &value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     return expected;
 }
 RUNTIME void fence(unsigned scope) {
+    point();
     if (check) check->fence(scope);
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
 }
-RUNTIME void proxy_fence(unsigned spaces) { if (check) check->proxy_fence(spaces); }
+RUNTIME void proxy_fence(unsigned spaces) { point(); if (check) check->proxy_fence(spaces); }
 RUNTIME void grid_wait() { if (check) check->grid_wait(); }
 RUNTIME void grid_trigger() {}
 
 RUNTIME uint64_t global_timer() {
+    if (const pace* p = current_block->launch.pace) {
+        if (++current->idle > IDLE) look();
+        else point();
+        return p->clock;
+    }
     look();
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -170,7 +180,7 @@ RUNTIME void cluster_arrive(bool orders) {
     if (check && c) check->cluster_arrive(orders);
     if (!c) { current->cluster_generation = b.generation; return; }
     current->cluster_generation = __atomic_load_n(&c->generation, __ATOMIC_ACQUIRE);
-    b.progress = true;
+    moved();
     if (++b.cluster_arrived < b.threads) return;
     b.cluster_arrived = 0;
     if (__atomic_add_fetch(&c->arrived, 1, __ATOMIC_ACQ_REL) < b.launch.cluster_size) return;
@@ -182,7 +192,7 @@ RUNTIME void cluster_wait() {
     if (!c) return (void)barrier(true);
     while (__atomic_load_n(&c->generation, __ATOMIC_ACQUIRE) == current->cluster_generation) look();
     if (check) check->cluster_wait();
-    current_block->progress = true;
+    moved();
 }
 RUNTIME unsigned cluster_size() { return current_block->launch.cluster_size; }
 RUNTIME unsigned cluster_rank() { return current_block->launch.cluster_rank; }
@@ -208,6 +218,7 @@ RUNTIME void barrier_expect(uint32_t at, uint32_t bytes) {
     bulk_barrier& b = *(bulk_barrier*)shared(at);
     access checked(&b, 8, READ | WRITE | STRONG | CTA);
     if (check) check->barrier_arrive(&b);
+    moved();
     if (b.pending == 0) fail("a barrier has more arrivals than were announced");
     b.bytes += bytes;
     --b.pending;
@@ -218,7 +229,7 @@ RUNTIME void check_bulk(const void* p, const void* q, uint32_t bytes) {
 }
 RUNTIME void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     check_bulk(shared(to), from, bytes);
-    current_block->progress = true;
+    moved();
     const unsigned number = check ? check->copy(shared(to), from, bytes, current->pc, true) : 0;
     current_block->loads.push({shared(to), (const char*)from, bytes, (unsigned long long*)shared(barrier), current->number, number});
 }
@@ -231,6 +242,7 @@ RUNTIME bool barrier_try_wait(uint32_t at, uint32_t parity) {
             const bulk_copy due = loads.items[l];
             memmove(loads.items + l, loads.items + l + 1, (--loads.len - l) * sizeof(bulk_copy));
             memcpy(due.to, due.from, due.bytes);
+            wrote(due.to, due.bytes);
             if (check) check->barrier_complete(&b, due.thread, due.number);
             b.bytes -= due.bytes;
             end_phase_if_complete(b);
@@ -246,7 +258,7 @@ RUNTIME bool barrier_try_wait(uint32_t at, uint32_t parity) {
 }
 RUNTIME void bulk_store(void* to, uint32_t from, uint32_t bytes) {
     check_bulk(to, shared(from), bytes);
-    current_block->progress = true;
+    moved();
     const unsigned number = check ? check->copy(to, shared(from), bytes, current->pc, true) : 0;
     current->bulk.begin(to, shared(from), bytes, number);
 }
@@ -257,6 +269,7 @@ RUNTIME void small_load(void* to, const void* from, uint32_t bytes) {
 RUNTIME void wait_copies(copies& of, size_t left, bool only_read, bool ends_group) {
     if (ends_group) of.end_group();
     const unsigned number = of.wait(left, only_read);
+    moved();
     if (check) check->copies_done(number, only_read);
 }
 

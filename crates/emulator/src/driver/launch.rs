@@ -19,13 +19,14 @@ use crate::{
     execution::{Grid, Parameter, Run},
     races,
     room::Needs,
+    schedule,
     stream::Stream,
 };
 
 const MAX_THREADS: u32 = 1024;
 const FEW_REGISTERS: u32 = 32;
 
-/// As in device/fibers.hpp.
+/// As in device/memory.hpp.
 #[repr(C)]
 struct KernelEntry {
     address: *const c_void,
@@ -41,6 +42,7 @@ struct KernelEntry {
 pub struct Module {
     library: Library,
     run: Run,
+    scheduled: schedule::Device,
     kernels: *const KernelEntry,
     /// The static shared memory of each.
     shared_bytes: Vec<(*const KernelEntry, u32)>,
@@ -49,6 +51,7 @@ pub struct Module {
 /// A kernel.
 pub struct Function {
     pub(crate) run: Run,
+    pub(crate) scheduled: schedule::Device,
     pub(crate) call: unsafe extern "C" fn(*mut *mut c_void),
     sizes: Vec<usize>,
     name: String,
@@ -82,6 +85,16 @@ pub(crate) unsafe fn load(image: *const u8) -> Result<*const Module, Code> {
         let path = format!("/proc/self/fd/{file}");
         let library = Library::open(Some(path), RTLD_NOW | RTLD_LOCAL).map_err(|_| Code::INVALID_IMAGE)?;
         let run = *library.get::<Run>(b"emulator_run\0").map_err(|_| Code::INVALID_IMAGE)?;
+        macro_rules! entry {
+            ($name:literal) => {
+                *library.get($name).map_err(|_| Code::INVALID_IMAGE)?
+            };
+        }
+        let scheduled = schedule::Device {
+            begin: entry!(b"emulator_begin\0"),
+            resume: entry!(b"emulator_resume\0"),
+            end: entry!(b"emulator_end\0"),
+        };
         let kernels = *library
             .get::<unsafe extern "C" fn() -> *const KernelEntry>(b"emulator_kernels\0")
             .map_err(|_| Code::INVALID_IMAGE)?;
@@ -98,12 +111,12 @@ pub(crate) unsafe fn load(image: *const u8) -> Result<*const Module, Code> {
         let names: Vec<&str> = names.iter().map(|name| &**name).collect();
         let bytes = symbols::shared_bytes(std::slice::from_raw_parts(image, len), &names);
         let shared_bytes = all.into_iter().map(ptr::from_ref).zip(bytes).collect();
-        Ok(Box::into_raw(Box::new(Module { library, run, kernels, shared_bytes })))
+        Ok(Box::into_raw(Box::new(Module { library, run, scheduled, kernels, shared_bytes })))
     }
 }
 
 pub(crate) unsafe fn function(module: *const Module, name: *const c_char) -> Result<*const Function, Code> {
-    // SAFETY: a module that was loaded, and its list of kernels, whose layout is that of fibers.hpp.
+    // SAFETY: a module that was loaded, and its list of kernels, whose layout is that of memory.hpp.
     unsafe {
         let module = &*module;
         let name = CStr::from_ptr(name);
@@ -122,6 +135,7 @@ pub(crate) unsafe fn function(module: *const Module, name: *const c_char) -> Res
         let [threads, _] = entry.bounds;
         Ok(Box::into_raw(Box::new(Function {
             run: module.run,
+            scheduled: module.scheduled,
             call: entry.call,
             sizes,
             name: name.to_string_lossy().into_owned(),
@@ -221,6 +235,7 @@ unsafe fn launch(
         unsafe { (stream_of(config.hStream as *const Stream), is_programmatic(config)) };
     let grid = Arc::new(Grid {
         run: function.run,
+        scheduled: function.scheduled,
         call: function.call,
         parameters: function.sizes.iter().enumerate().map(copy).collect(),
         grid,

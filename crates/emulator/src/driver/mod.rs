@@ -62,7 +62,7 @@ mod streams;
 mod symbols;
 
 #[cfg(test)]
-pub(crate) use launch::{Module, function, load};
+pub(crate) use launch::{Function, Module, function, load};
 use streams::cuStreamGetCaptureInfo_v2;
 
 // ------------------------------------------------------------------------------------------- the driver, its devices, contexts

@@ -11,9 +11,10 @@ use super::{answer, code, current, device_count};
 use crate::{
     Code,
     event::Event,
+    graph::Graph,
     lock, memory,
     races::order,
-    stream::{Graph, Stream, Work},
+    stream::{Stream, Work},
 };
 
 /// A handle is a pointer to one reference.

@@ -20,15 +20,15 @@ impl<'b> Elf<'b> {
         })
     }
 
-    /// The names and sizes of the variables that each thread has.
-    fn thread_locals(&self) -> Option<Vec<(&'b str, u32)>> {
+    /// The names and sizes of the variables.
+    fn variables(&self) -> Option<Vec<(&'b str, u32)>> {
         const SYMBOLS: usize = 2;
-        const THREAD_LOCAL: usize = 6;
+        const VARIABLE: usize = 1;
         let (symbols, names) = self.section(|_, kind| kind == SYMBOLS)?;
         let (names, _) = self.section(|index, _| index == names)?;
         let mut found = Vec::new();
         for symbol in symbols.chunks_exact(24).map(Elf) {
-            if symbol.number(4, 1)? & 15 == THREAD_LOCAL {
+            if symbol.number(4, 1)? & 15 == VARIABLE {
                 let name = names.get(symbol.number(0, 4)?..)?.split(|byte| *byte == 0).next()?;
                 found.push((std::str::from_utf8(name).ok()?, symbol.number(16, 8)? as u32));
             }
@@ -39,10 +39,11 @@ impl<'b> Elf<'b> {
 
 /// The bytes that each of these kernels declares `__shared__`. What a function declares that is no kernel counts for all of them.
 pub(super) fn shared_bytes(image: &[u8], kernels: &[&str]) -> Vec<u32> {
-    // As g++ mangles a variable `kept` of `sum`: _ZZ3sumE4kept.
+    // As g++ mangles `image` of device/blocks.hpp for what `sum` declares: _ZN8emulator12shared_placeIZ3sumE17emulated_shared_9E5imageE.
     let of = |name: &str, kernel: &str| name.contains(&format!("{}{kernel}E", kernel.len()));
-    let all = Elf(image).thread_locals().unwrap_or_default();
-    let declared: Vec<_> = all.into_iter().filter(|(name, _)| name.starts_with("_ZZ")).collect();
+    let all = Elf(image).variables().unwrap_or_default();
+    let is_shared = |name: &str| name.starts_with("_ZN8emulator12shared_place") && name.ends_with("5imageE");
+    let declared: Vec<_> = all.into_iter().filter(|(name, _)| is_shared(name)).collect();
     let bytes = |kernel: &&str| {
         let is_its = |name: &str| of(name, kernel) || !kernels.iter().any(|other| of(name, other));
         declared.iter().filter(|(name, _)| is_its(name)).map(|(_, len)| len.next_multiple_of(16)).sum()

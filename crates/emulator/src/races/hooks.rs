@@ -1,6 +1,4 @@
-//! What programs call: the functions of `checks` in device/fibers.hpp.
-
-use std::ffi::c_void;
+//! What programs call: the functions of `checks` in device/types.hpp.
 
 use super::{
     access::{READ, WRITE},
@@ -8,11 +6,11 @@ use super::{
     shadow::{self, Shard},
     threads,
 };
+use crate::schedule;
 
-/// As in device/fibers.hpp.
+/// As in device/types.hpp.
 #[repr(C)]
 pub(crate) struct Checks {
-    begin_block: unsafe extern "C" fn(*const c_void),
     end_thread: unsafe extern "C" fn(),
     weak: unsafe extern "C" fn(usize, usize, u32),
     enter: unsafe extern "C" fn(usize, usize, u32, u32) -> *const Shard,
@@ -32,7 +30,6 @@ pub(crate) struct Checks {
 }
 
 pub(crate) static CHECKS: Checks = Checks {
-    begin_block,
     end_thread,
     weak,
     enter,
@@ -51,28 +48,6 @@ pub(crate) static CHECKS: Checks = Checks {
     grid_wait,
 };
 
-/// The address is of the module's memory of this thread: where its shared memory is.
-unsafe extern "C" fn begin_block(address: *const c_void) {
-    unsafe extern "C" fn add(info: *mut libc::dl_phdr_info, _: usize, address: *mut c_void) -> i32 {
-        // SAFETY: the linker's description of a library; `dlpi_tls_data` is this thread's.
-        unsafe {
-            let info = &*info;
-            let start = info.dlpi_tls_data as usize;
-            let headers = (0..info.dlpi_phnum as usize).map(|at| &*info.dlpi_phdr.add(at));
-            for header in headers.filter(|header| header.p_type == libc::PT_TLS && start != 0) {
-                let len = header.p_memsz as usize;
-                if (start..start + len).contains(&(address as usize)) {
-                    shadow::add_shared(start, len);
-                    return 1;
-                }
-            }
-        }
-        0
-    }
-    // SAFETY: a function for each library.
-    unsafe { libc::dl_iterate_phdr(Some(add), address.cast_mut()) };
-}
-
 unsafe extern "C" fn end_thread() {
     threads::with(|block| block.end_thread());
 }
@@ -81,6 +56,7 @@ unsafe extern "C" fn weak(at: usize, pc: usize, what: u32) {
     // Most accesses are of a fiber's stack.
     if shadow::page(at).is_some() && what & (READ | WRITE) != 0 && is_checking() {
         threads::with(|block| block.access(at, (what & 0xFF) as usize, pc as u64 - 1, what));
+        schedule::accessed();
     }
 }
 

@@ -20,7 +20,7 @@ mod clocks;
 pub(crate) mod grids;
 mod hooks;
 #[cfg(test)]
-mod litmus;
+pub(crate) mod litmus;
 mod messages;
 pub(crate) mod order;
 mod report;

@@ -50,6 +50,11 @@ pub(crate) fn behind(start: &Order, nodes: Vec<Order>) -> Order {
     all
 }
 
+/// This thread goes on with another order, of another stream, and leaves its own there.
+pub(crate) fn swap(order: &mut Option<Order>) {
+    ORDER.with_borrow_mut(|own| std::mem::swap(own, order));
+}
+
 /// This thread's order, which work changes, starts from this one.
 pub(crate) fn set(order: Order) {
     ORDER.set(Some(order));

@@ -14,7 +14,7 @@ use super::{
     grids::{Grid, SCOPES},
     mode,
 };
-use crate::lock;
+use crate::{lock, schedule};
 
 #[derive(Default)]
 struct Reports {
@@ -72,6 +72,7 @@ pub(super) fn race(race: &Race, grid: &Arc<Grid>) {
         missing(race.missing),
     );
     eprint!("{text}");
+    schedule::failed();
     reports.texts.push(text);
     if mode() == Mode::First {
         std::process::abort();

@@ -146,8 +146,8 @@ pub(crate) fn unmap(at: usize, len: usize) {
     }
 }
 
-/// The range is memory of blocks, for ever: of a thread that runs them.
-pub(super) fn add_shared(at: usize, len: usize) {
+/// The range is memory of blocks, one after the other, for ever.
+pub(crate) fn add_shared(at: usize, len: usize) {
     for page in (at / PAGE * PAGE..at + len).step_by(PAGE) {
         if entry(page).load(Ordering::Acquire).is_null() {
             entry(page).store(Box::into_raw(Box::new(Page::new(true))), Ordering::Release);

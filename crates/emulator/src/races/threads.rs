@@ -93,7 +93,7 @@ thread_local! {
 /// The block of this thread.
 pub(super) fn with<R>(function: impl FnOnce(&mut Block) -> R) -> Option<R> {
     let block = BLOCK.get();
-    // SAFETY: set for as long as the block lives, by its thread alone; the functions passed here do not call this one.
+    // SAFETY: set while the block runs, by its thread alone; the functions passed here do not call this one.
     unsafe { block.as_mut() }.map(function)
 }
 
@@ -138,16 +138,18 @@ impl Block {
         self.running.as_ptr()
     }
 
-    /// Makes it this thread's block while the function runs, and returns what its threads knew in the end.
-    pub(crate) fn run(mut self, function: impl FnOnce()) -> Knowledge {
-        BLOCK.set(&raw mut self);
-        function();
-        BLOCK.set(ptr::null_mut());
-        self.known_to_all()
+    /// It is this thread's block, until another is.
+    pub(crate) fn runs(&mut self) {
+        BLOCK.set(self);
     }
 
-    /// The end of a grid is a fence of the system: it acquires what relaxed loads have seen.
-    fn known_to_all(&self) -> Knowledge {
+    /// This thread has no block.
+    pub(crate) fn none_runs() {
+        BLOCK.set(ptr::null_mut());
+    }
+
+    /// What its threads know in the end. The end of a grid is a fence of the system: it acquires what relaxed loads have seen.
+    pub(crate) fn known_to_all(&self) -> Knowledge {
         let mut known = self.lanes[0].known.clone();
         let mut last = [const { None }; 5];
         for lane in &self.lanes {

@@ -88,7 +88,7 @@ impl CudaPlan {
         let prepared = prepared.ok_or_else(|| ExecutorError::Unprepared {
             plan: self.name.clone(),
             dtype: call.dtype,
-            bytes: if self.plan.collective == "allgather" { call.output_bytes } else { call.input_bytes },
+            bytes: self.message_bytes(call.input_bytes, call.output_bytes),
         })?;
         let tenant = lock(&self.tenant);
         // SAFETY: the caller's promise.

@@ -103,7 +103,7 @@ DEVICE bool work(const launch& l, u32& round, awaited& w) {
 // of all peers. False for a thread that gave up.
 DEVICE bool meet_ranks(const arguments& a, const turn& t) {
     if (has_tag()) fence_sys(); // ahead of the tag: pairs with the fence behind the peers' loads of it
-    advance(a, t, 0, 0);
+    if (!advance(a, t, 0, 0)) return false;
     if (threadIdx.x >= PEERS) return true;
     const bool agrees = reader(a, t).agrees(rank_of(a, threadIdx.x));
     fence_sys(); // pairs with the fence ahead of the peer's tag
@@ -113,8 +113,8 @@ DEVICE bool meet_ranks(const arguments& a, const turn& t) {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 interpret(const __grid_constant__ arguments a, const __grid_constant__ plan_call p) {
     pdl_wait();
+    const block_end end(a);
     const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return;
     const u32 flag = max(p.flags[blockIdx.x] + 1, 1u);
     if (__syncthreads_or(!meet_ranks(a, t))) return;
     if (threadIdx.x == 0) {

@@ -79,13 +79,18 @@
 //! within [`CudaOptions::most_scratch`]. All numeric dtypes, whose tensors may begin at any element.
 
 mod call;
+mod collection;
 mod family;
+mod kernel;
 #[cfg(test)]
 mod machine_code;
 mod memory;
 mod plan;
 mod report;
+mod size;
 mod table;
 mod tenants;
 
+pub use collection::{AlgorithmCollection, Explained};
+pub use kernel::{KernelNeeds, PlanKernel};
 pub use plan::{CudaOptions, CudaPlan};

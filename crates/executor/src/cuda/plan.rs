@@ -8,13 +8,13 @@ use antiphon_device::{
 };
 use antiphon_fabric::{
     Communicator, FabricError, Operation, Signature,
-    gpu::{MAX_BLOCKS, Tenant, UntilIdle},
+    gpu::{MAX_BLOCKS, OnFailure, Tenant, UntilIdle},
 };
 use antiphon_plan::{
     Extent, Plan, Wiring,
     verify::{self, VerifiedPlan},
 };
-use antiphon_tensor::{DType, Device, TensorError};
+use antiphon_tensor::{DType, Device};
 
 use super::{
     family::{Interpreter, PlanCall},
@@ -164,6 +164,17 @@ impl CudaPlan {
         &self.plan
     }
 
+    /// The context of this rank's GPU.
+    pub fn context(&self) -> &Context {
+        &self.context
+    }
+
+    /// Sets the action after a kernel has given up, of this plan or of any other call of the communicator on this GPU; see
+    /// [`OnFailure`].
+    pub fn on_failure(&self, action: OnFailure) {
+        lock(&self.tenant).on_failure(action);
+    }
+
     /// Makes the plan ready for messages of `bytes` bytes of a dtype: compiles the kernel, and allocates. A message is the output of
     /// an all-gather, else the input. All ranks call it together. A size that was prepared before costs nothing; sizes share memory
     /// if the largest one is prepared first.
@@ -241,32 +252,6 @@ impl CudaPlan {
         Interpreter::new(dtype, self.options.packets, self.per_multiprocessor)
     }
 
-    /// The extent of a message, if it can be executed in one launch.
-    fn extent(&self, dtype: DType, bytes: usize) -> Result<Extent> {
-        if !DType::NUMERIC.contains(&dtype) {
-            let source = TensorError::NotNumeric { dtype };
-            return Err(ExecutorError::Tensor { which: "tensor", source });
-        }
-        let chunks = self.chunks();
-        let message = if self.plan.collective == "allgather" { chunks[1] } else { chunks[0] };
-        let part = |count: u64| match message {
-            0 => bytes as u64,
-            _ => (u128::from(count) * bytes as u128 / u128::from(message)) as u64,
-        };
-        let extent = Extent::new(&self.plan, part(chunks[0]), part(chunks[1]))?;
-        match self.largest_chunk {
-            Some(largest) if largest < extent.chunk() => Err(ExecutorError::Buffers {
-                plan: self.name.clone(),
-                what: format!(
-                    "it is proved for chunks of up to {largest} bytes, those of the message have {}, and a message is done in one \
-                     launch",
-                    extent.chunk()
-                ),
-            }),
-            _ => Ok(extent),
-        }
-    }
-
     fn mode(&self, key: &Key) -> &Mode {
         self.checked.modes[usize::from(key.in_place)].as_ref().expect("it was asked for")
     }
@@ -284,7 +269,7 @@ impl CudaPlan {
         })
     }
 
-    fn areas(&self, key: &Key) -> Result<Areas> {
+    pub(super) fn areas(&self, key: &Key) -> Result<Areas> {
         let ([input, output], scratch) = (self.chunks(), self.checked.scratch_chunks);
         let stages = self.mode(key).may_stage;
         let areas = Areas::new(key.chunk, [input, output, scratch], stages, self.checked.uses_packets);
@@ -350,12 +335,12 @@ impl CudaPlan {
     }
 }
 
-fn name_of(plan: &Plan) -> String {
+pub(super) fn name_of(plan: &Plan) -> String {
     plan.name.clone().unwrap_or_default()
 }
 
 /// How many blocks of a plan each multiprocessor has, of `multiprocessors`.
-fn per_multiprocessor(plan: &Plan, multiprocessors: u32) -> Result<u32> {
+pub(super) fn per_multiprocessor(plan: &Plan, multiprocessors: u32) -> Result<u32> {
     let blocks = plan.gpus.iter().map(|gpu| gpu.threadblocks.len()).max().unwrap_or(0);
     let most = Interpreter::MOST_PER_MULTIPROCESSOR;
     let fits = |each: &u32| check_room(plan, blocks, *each, multiprocessors).is_ok();

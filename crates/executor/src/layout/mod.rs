@@ -28,6 +28,17 @@ pub enum PacketKind {
 }
 
 impl PacketKind {
+    /// All forms.
+    pub const ALL: [Self; 2] = [Self::LL8, Self::LL16];
+
+    /// Its name: `ll8` or `ll16`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::LL8 => "ll8",
+            Self::LL16 => "ll16",
+        }
+    }
+
     /// Bytes of data in a packet.
     pub fn payload(self) -> usize {
         self as usize / 2

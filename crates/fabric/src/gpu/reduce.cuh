@@ -102,7 +102,7 @@ DEVICE bool collect_and_reduce(reader& r, u32 index, u32 step, u32 end, Mine min
 
 // Begins a call, and sends each peer its own vectors: the elements `of(peer)`. Every block serves one peer, so that
 // bursts are long; there are a multiple of WORLD - 1 blocks. EMPTIES as in `begin_and_send`.
-template <bool PLAIN, bool EMPTIES, class Of> DEVICE bool begin_and_scatter(const arguments& a, turn& t, u32 vectors, Of of) {
+template <bool PLAIN, bool EMPTIES, class Of> DEVICE void begin_and_scatter(const arguments& a, turn& t, u32 vectors, Of of) {
     const u32 peer = blockIdx.x % PEERS, step = gridDim.x / PEERS * blockDim.x;
     const u32 first = blockIdx.x / PEERS * blockDim.x + threadIdx.x;
     const elements<PLAIN> block = of(rank_of(a, peer));
@@ -111,5 +111,5 @@ template <bool PLAIN, bool EMPTIES, class Of> DEVICE bool begin_and_scatter(cons
         store16_volatile(a.peer[peer] + lane_at(a, t.slot, a.rank) + i * 16, without_empty(v));
     };
     // With many rounds the loads of other warps are in flight anyway, and more loads would only slow each other down.
-    return begin_and_send<PLAIN ? DEPTH : 1, 1, EMPTIES>(a, t, first, step, vectors, load, send);
+    begin_and_send<PLAIN ? DEPTH : 1, 1, EMPTIES>(a, t, first, step, vectors, load, send);
 }

@@ -9,10 +9,13 @@
 // this kernel has ended. This word is the tag: in every call every rank sends each peer a tag, which also describes the call, so
 // that ranks detect calls that disagree.
 //
-// Calls of a tenant follow each other, but a program may launch a graph beside a call, which takes the same slot. So every block writes the
-// number of its grid into the tag of its own rank, which no peer uses, and finds another grid's number there if there is one
-// (`advance`). Where the second grid began a little later it has a slot of its own; then the first one, if the second has emptied what
-// it waits for, finds that a later call has begun (`find_overlap`). So two such grids end with the right data, or with an error.
+// Calls of a tenant follow each other, but a program may launch a graph beside a call. If the graph's grid begins before the call has
+// advanced, both take one slot. So every block writes the number of its grid into the tag of its own rank, which no peer uses, and one
+// of the two finds the other's number there (`advance`). If the graph's grid begins later, it has the next slot. So every block notes
+// the number of its call when it ends (`block_end`), and the blocks of the next call compare these notes before they end themselves. If
+// a note is missing, the call before runs, and the communicator ends. So no call comes behind one that passes another, and nobody writes
+// the slot of the passed call again, as that takes the third call behind it. The passed call may find that what it has not read was
+// emptied: then it looks whether a later call has begun (`find_overlap`). So two such calls end with the right data, or with an error.
 //
 // A slot begins with WORLD tags and has 2 × WORLD lanes, lower and upper; lane p is written by peer p.
 //
@@ -34,10 +37,14 @@ constexpr u32 OWN_TOO = 0x80000000u; // beside a number of vectors: in the lane 
 
 // At the start of an arena, MAX_BLOCKS times. Begins as zeros.
 struct control {
-    u32 slot;                     // of this call
+    u32 call;                     // of this call: see SLOT_BITS
     u32 dirty_lower, dirty_upper; // vectors of the lower and upper lanes that the call before has used
     u32 failed;                   // whether a call has failed: then no call sends any more. Only `stop_calls` writes it
 };
+
+// A call's slot, in the lowest bits; how many blocks the call before has; and the number of this call, as far as there are bits.
+constexpr u32 SLOT_BITS = 2, SLOT_MASK = (1u << SLOT_BITS) - 1, BLOCK_BITS = 10, NUMBER_AT = SLOT_BITS + BLOCK_BITS;
+static_assert(MAX_BLOCKS < 1u << BLOCK_BITS, "the number of blocks fits");
 
 // The arguments of a kernel. Rust's `Arguments` has the same layout.
 struct arguments {
@@ -74,7 +81,8 @@ struct turn {
     uint4 words;      // a control
     u32 emptied;      // vectors of each lane of `before` that this thread has emptied
 
-    DEVICE bool has_failed() const { return words.w != 0; }
+    DEVICE bool has_failed() const { return index() == SLOT_MASK; } // no slot; so it needs no register of its own
+    DEVICE u32 index() const { return words.x & SLOT_MASK; } // of the slot
 };
 
 // The rank of the peer with this index.
@@ -91,8 +99,9 @@ DEVICE uint4 load_control(const arguments& a) { return load16_volatile((control*
 
 // Begins a call with the block's control words. After a failed call it does nothing else.
 DEVICE turn begin(const arguments& a, uint4 words) {
-    const u32 before = words.x == 0 ? SLOTS - 1 : words.x - 1;
-    return turn{SLOTS_AT + words.x * a.slot_stride, SLOTS_AT + before * a.slot_stride, words, 0};
+    if (words.w != 0) words.x |= SLOT_MASK;
+    const u32 index = words.x & SLOT_MASK, before = index == 0 ? SLOTS - 1 : index - 1;
+    return turn{SLOTS_AT + index * a.slot_stride, SLOTS_AT + before * a.slot_stride, words, 0};
 }
 
 // Empties a vector of each lane from `lane` on. The call before has filled `count` vectors of a lane; those of this rank's own lane
@@ -128,16 +137,16 @@ DEVICE void empty_rest(const arguments& a, const turn& t, u32 busy, u32 lane, u3
 
 // Begins a call, and calls send(t, i, load(i)) for every `step`-th i from `first` on that is before `end`: with FIRST loads under
 // way before the control words are needed, and then COUNT at a time. EMPTIES: between the stores it empties the slot of the call
-// before, which costs no time while the links are the limit; `busy` as for `advance`. False if a call has failed.
+// before, which costs no time while the links are the limit; `busy` as for `advance`, which follows. Sends nothing if a call has failed.
 template <u32 FIRST, u32 COUNT, bool EMPTIES, class Load, class Send>
-DEVICE bool begin_and_send(const arguments& a, turn& t, u32 first, u32 step, u32 end, Load load, Send send, u32 busy = 0) {
+DEVICE void begin_and_send(const arguments& a, turn& t, u32 first, u32 step, u32 end, Load load, Send send, u32 busy = 0) {
     const uint4 words = load_control(a);
     uint4 v[FIRST];
 #pragma unroll
     for (u32 k = 0; k < FIRST; ++k)
         if (first + k * step < end) v[k] = load(first + k * step);
     t = begin(a, words);
-    if (t.has_failed()) return false;
+    if (t.has_failed()) return;
 #pragma unroll
     for (u32 k = 0; k < FIRST; ++k)
         if (first + k * step < end) send(t, first + k * step, v[k]);
@@ -151,7 +160,6 @@ DEVICE bool begin_and_send(const arguments& a, turn& t, u32 first, u32 step, u32
             if (i + k * step < end) send(t, i + k * step, v[k]);
         if (EMPTIES) empty_next(a, t, busy);
     }
-    return true;
 }
 
 // Whether this thread sends and reads the tag of a peer.
@@ -172,7 +180,43 @@ DEVICE u32 grid_number() {
 // Where the grid that has a slot writes its number.
 DEVICE u32* owner_of(const arguments& a, u32 slot) { return (u32*)(a.own + slot + a.rank * 16); }
 
-// Two grids have the same slot. What is passed is copied: the compiler knows of a copy that it is in no memory but registers.
+// Behind the control words: the number of the last call that a block has ended.
+DEVICE u32* note_of(const arguments& a, u32 block) { return (u32*)((control*)a.own + MAX_BLOCKS) + block; }
+DEVICE bool is_note_of(u32 note, u32 number) { return (note ^ number) << NUMBER_AT == 0; }
+
+// The thread of a block that claims a slot: of a warp that waits for peers, in most kernels.
+DEVICE bool claims_slot() { return threadIdx.x == 31; }
+
+// In every kernel that begins a call. If the kernel also advances, the last thread that leaves notes that the block has ended. No thread
+// waits: after a failure some threads of a warp leave, while the others still meet each other.
+struct block_end {
+    const arguments& a;
+    const bool advances;
+    DEVICE explicit block_end(const arguments& a, bool advances = true) : a(a), advances(advances) {}
+    DEVICE ~block_end() {
+        if (!advances) return;
+        const u32 together = __activemask(); // they count as one
+        if (lane_id() != __ffs(together) - 1) return;
+        const u32 leave = __popc(together);
+        if (atomicAdd(&left(), leave) + leave == blockDim.x) st_relaxed_sys(note_of(a, blockIdx.x), number());
+    }
+    // The call's, and how many threads have left. They take no register until the end. After a failure nobody reads the notes.
+    static DEVICE u32& number() {
+        __shared__ u32 of_block;
+        return of_block;
+    }
+    static DEVICE u32& left() {
+        __shared__ u32 of_block;
+        return of_block;
+    }
+    // By the thread that claims a slot, before the threads of the block meet.
+    static DEVICE void prepare(u32 call) {
+        number() = call;
+        atomicExch(&left(), 0); // a thread that found a failure may have left
+    }
+};
+
+// Two grids run at once. What is passed is copied: the compiler knows of a copy that it is in no memory but registers.
 static __device__ __noinline__ void stop_calls(control* own, control* other);
 static __device__ __noinline__ void stop_overlap(u8* own, u8* other, wait_board* board, u32 rank, tag doing) {
     stop_calls((control*)own, (control*)other);
@@ -183,29 +227,42 @@ DEVICE void stop_overlap(const arguments& a) { stop_overlap(a.own, a.other, a.bo
 // While data travels: sends the tags, empties the slot of the call before, and stores the state for the next call, which reads
 // it after this one has ended: the next slot, and the `lower` and `upper` vectors of this call's lanes, which that call empties. The
 // first `busy` blocks empty nothing.
-DEVICE void advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32 busy = 0) {
-    // One thread of each block, which looks at the answer when it has done the rest. If blocks of two grids have begun one call, one of
+//
+// False, for all threads of the block, if a call has failed, also if it failed while the block began: then some threads have loaded
+// control words that say so, and others have not. All threads come here, since a thread that went on alone would wait for the others.
+DEVICE bool advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32 busy = 0) {
+    // One thread of each block, which looks at the answers when it has done the rest. If blocks of two grids have begun one call, one of
     // them finds the other's number: also where each grid has begun two calls, as blocks of both are in either. The number stays until
     // the call after the next begins.
-    const bool claims = threadIdx.x == 31; // of a warp that waits for peers, in most kernels
-    const u32 mine = grid_number(), owner = claims ? atomicCAS(owner_of(a, t.slot), EMPTY, mine) : EMPTY;
-    if (has_tag()) {
+    const bool claims = claims_slot();
+    const u32 number = t.words.x >> NUMBER_AT, blocks_before = t.words.x >> SLOT_BITS & ((1u << BLOCK_BITS) - 1);
+    u32 owner = EMPTY, note = number - 1;
+    if (claims) block_end::prepare(number);
+    if (claims && !t.has_failed()) {
+        owner = atomicCAS(owner_of(a, t.slot), EMPTY, grid_number());
+        if (blockIdx.x < blocks_before) note = ld_relaxed_sys(note_of(a, blockIdx.x));
+    }
+    if (has_tag() && !t.has_failed()) {
         store_tag(a.peer[threadIdx.x] + t.slot + a.rank * 16, a.doing.low, a.doing.high);
         store16(a.own + t.before + rank_of(a, threadIdx.x) * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY)); // races: a hint may have seen the tag
     }
-    const u32 next = t.words.x == SLOTS - 1 ? 0 : t.words.x + 1;
+    const u32 next = t.index() == SLOTS - 1 ? 0 : t.index() + 1;
     if (blockIdx.x == 0 && claims) *owner_of(a, SLOTS_AT + next * a.slot_stride) = EMPTY;
-    __syncthreads(); // all threads have read the block's own copy
+    if (__syncthreads_or(t.has_failed())) return false; // all threads have read the block's own copy
     for (u32 copy = blockIdx.x + threadIdx.x * gridDim.x; copy < MAX_BLOCKS; copy += blockDim.x * gridDim.x) {
         // Not the whole vector: another block, or one of the other channel, may have failed meanwhile.
         control* const handed = (control*)a.own + copy;
-        st_relaxed_sys(&handed->slot, next);
+        st_relaxed_sys(&handed->call, next | gridDim.x << SLOT_BITS | (number + 1) << NUMBER_AT);
         st_relaxed_sys(&handed->dirty_lower, lower);
         st_relaxed_sys(&handed->dirty_upper, upper);
     }
     empty_rest(a, t, busy, 0, t.words.y);
     if (t.words.z != 0) empty_rest(a, t, busy, WORLD, t.words.z);
-    if (owner != EMPTY && owner != mine) stop_overlap(a);
+    // The call before had more blocks than this one.
+    for (u32 block = gridDim.x + blockIdx.x + threadIdx.x * gridDim.x; block < blocks_before; block += blockDim.x * gridDim.x)
+        if (!is_note_of(ld_relaxed_sys(note_of(a, block)), number - 1)) stop_overlap(a);
+    if (claims && ((owner != EMPTY && owner != grid_number()) || !is_note_of(note, number - 1))) stop_overlap(a);
+    return true;
 }
 
 // Whether all tags in a slot equal this rank's; reports the first that differs.
@@ -231,7 +288,8 @@ static __device__ __noinline__ void stop_calls(control* own, control* other) {
 
 // For a wait in vain: whether a call behind this one has begun, which empties the slot that this one reads.
 DEVICE void find_overlap(const arguments& a, u32 slot) {
-    const u32 current = (slot - SLOTS_AT) / a.slot_stride, next = ld_relaxed_sys(&((control*)a.own + blockIdx.x)->slot);
+    const u32 current = (slot - SLOTS_AT) / a.slot_stride;
+    const u32 next = ld_relaxed_sys(&((control*)a.own + blockIdx.x)->call) & SLOT_MASK;
     if ((next + SLOTS - current) % SLOTS == 2) stop_overlap(a);
 }
 
@@ -369,6 +427,7 @@ DEVICE void push(const arguments& a, const turn& t, u32 lane, u32 index, uint4 v
     extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
     name(const __grid_constant__ arguments a) {                                                             \
         pdl_wait();                                                                                         \
+        const block_end end(a);                                                                             \
         if (a.dependents == AT_START) pdl_launch_dependents();                                              \
         name##_body(a);                                                                                     \
     }                                                                                                       \

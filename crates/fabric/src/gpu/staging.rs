@@ -8,8 +8,8 @@ const SLOTS: usize = 3;
 const TAGS_BYTES: usize = 4096;
 /// The most blocks of a grid on any device: each has control words.
 pub const MAX_BLOCKS: u32 = 640;
-/// Where the slots begin in a channel, behind the control words.
-pub(super) const SLOTS_AT: usize = (MAX_BLOCKS as usize * 16).next_multiple_of(4096);
+/// Where the slots begin in a channel, behind the control words and a note of each block.
+pub(super) const SLOTS_AT: usize = (MAX_BLOCKS as usize * (16 + 4)).next_multiple_of(4096);
 /// The least memory for staging.
 pub(super) const LEAST_BYTES: usize = 16 << 20;
 

@@ -33,6 +33,7 @@ kernels! {
 kernels! {
     enum DelayedKernel {
         Delayed = "delayed",
+        Divided = "divided",
     }
 }
 
@@ -240,6 +241,33 @@ fn a_failure_is_not_undone_by_a_late_block() {
         let late = words.iter().filter(|word| word.to_bits() != 1).count();
         assert_eq!(late, 0, "blocks of the call behind do not know of the failure");
         rank.rotations.check().expect_err("no rank sent anything");
+        Ok(())
+    });
+}
+
+/// A warp that went on without the others would wait for them.
+#[test]
+fn a_block_begins_a_call_as_a_whole() {
+    on_gpus(2, Duration::from_secs(60), |rank| {
+        let (tenant, stream) = (&rank.rotations, &rank.streams[0]);
+        tenant.load_together(&rank.comm, Delayed)?;
+        const WARPS: usize = 4;
+        let found = rank.upload(&[0.0; WARPS])?;
+        let loaded = tenant.ready(Delayed, stream.borrow())?;
+        let launch = |_, _, _| Launch {
+            kernel: DelayedKernel::Divided,
+            grid: Grid::Exact { config: Delayed.blocks(1, 2), is_small: false },
+            work: Work {
+                output: found.pointer().0 as usize,
+                ..Work::new(Signature::new(Operation::Barrier))
+            },
+            arguments: NoArguments,
+        };
+        let once = Pieces { total: 1, most: 1, unit: 1 };
+        // SAFETY: the memory lives until the stream has been waited for, and has a word for each warp.
+        unsafe { tenant.run(&loaded, once, stream.borrow(), launch) }?;
+        let words: Vec<u32> = rank.download(&found, stream)?.into_iter().map(f32::to_bits).collect();
+        assert_eq!(words, [2; WARPS], "some warps go on");
         Ok(())
     });
 }

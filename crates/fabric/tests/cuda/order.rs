@@ -202,15 +202,17 @@ fn eager_calls_in_pieces_have_a_side_stream_of_their_own() {
     });
 }
 
-/// Rank 0 launches two graphs at once while the others are late: both take one slot. The kernels find it, and no rank hangs.
-fn replays_that_overlap(world: usize, bytes: usize) {
+/// Rank 0 launches two graphs at once while the others are late. The kernels find it, and no rank hangs. The second graph has `calls`
+/// calls: the last of four would have the slot of the call that waits.
+fn replays_that_overlap(world: usize, bytes: usize, calls: usize) {
     let errors = on_gpus(world, Duration::from_secs(60), |rank| {
         let [a, b] = &rank.streams;
-        let (one, two) = (Rotated::new(&rank, 0, bytes)?, Rotated::new(&rank, 1, bytes)?);
-        let graph = |call: &Rotated, stream: &Stream| -> Outcome<GraphExec> {
-            Ok(Graph::capture(stream, |_| call.call(&rank, stream.borrow()))?.instantiate()?)
+        let made = (0..=calls).map(|round| Rotated::new(&rank, round, bytes)).collect::<Outcome<Vec<_>>>()?;
+        let graph = |made: &[Rotated], stream: &Stream| -> Outcome<GraphExec> {
+            let all = |_: StreamRef<'_>| made.iter().try_for_each(|call| call.call(&rank, stream.borrow()));
+            Ok(Graph::capture(stream, all)?.instantiate()?)
         };
-        let graphs = [graph(&one, a)?, graph(&two, b)?];
+        let graphs = [graph(&made[..1], a)?, graph(&made[1..], b)?];
         rank.comm.barrier()?;
         let is_late = rank.comm.rank() != 0;
         let start = std::time::Instant::now();
@@ -222,8 +224,11 @@ fn replays_that_overlap(world: usize, bytes: usize) {
         for (graph, stream) in graphs.iter().zip([a, b]) {
             // SAFETY: what the graphs use lives until the streams have been waited for.
             unsafe { graph.launch(stream) }?;
-            if is_late {
-                wait_for(&[stream])?;
+            match is_late {
+                true => wait_for(&[stream])?,
+                // The first call has advanced.
+                false if calls > 1 => std::thread::sleep(Duration::from_millis(500)),
+                false => (),
             }
         }
         wait_for(&[a, b])?;
@@ -240,10 +245,20 @@ fn replays_that_overlap(world: usize, bytes: usize) {
 
 #[test]
 fn replays_that_overlap_end_in_an_error_on_every_rank_of_2() {
-    SIZES.into_iter().for_each(|bytes| replays_that_overlap(2, bytes));
+    SIZES.into_iter().for_each(|bytes| replays_that_overlap(2, bytes, 1));
 }
 
 #[test]
 fn replays_that_overlap_end_in_an_error_on_every_rank_of_4() {
-    replays_that_overlap(4, SIZES[0]);
+    replays_that_overlap(4, SIZES[0], 1);
+}
+
+#[test]
+fn a_graph_that_passes_a_call_ends_in_an_error_on_every_rank_of_2() {
+    replays_that_overlap(2, SIZES[0], 4);
+}
+
+#[test]
+fn a_graph_that_passes_a_call_ends_in_an_error_on_every_rank_of_3() {
+    replays_that_overlap(3, SIZES[0], 4);
 }

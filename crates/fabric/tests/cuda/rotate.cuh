@@ -7,8 +7,8 @@ KERNEL(rotate) {
         store16_volatile(a.peer[0] + lane_at(a, t.slot, a.rank) + i * 16, v);
     };
     turn t;
-    if (!begin_and_send<1, 1, false>(a, t, start, step, vectors, load, send)) return;
-    advance(a, t, vectors, 0);
+    begin_and_send<1, 1, false>(a, t, start, step, vectors, load, send);
+    if (!advance(a, t, vectors, 0)) return;
     reader r(a, t);
     for (u32 i = start; is_warp_before(i, vectors); i += step) {
         uint4 got[1];

@@ -5,8 +5,8 @@ KERNEL(sum) {
     const auto load = [&](u32 i) { return in.load(i); };
     const auto send = [&](const turn& t, u32 i, uint4 v) { push(a, t, a.rank, i, without_empty(v)); };
     turn t;
-    if (!begin_and_send<1, 1, false>(a, t, start, step, vectors, load, send)) return;
-    advance(a, t, vectors, 0);
+    begin_and_send<1, 1, false>(a, t, start, step, vectors, load, send);
+    if (!advance(a, t, vectors, 0)) return;
     reader r(a, t);
     for (u32 i = start; is_warp_before(i, vectors); i += step) {
         uint4 sums[1];

@@ -20,6 +20,10 @@ DEVICE turn begin_phase(const arguments& a, uint4 control_words) {
     if (!SENDS) t.slot = t.before;
     return t;
 }
+// As `advance`, where the phase sends: whether no call has failed, for the whole block.
+DEVICE bool begins(const arguments& a, const turn& t, u32 lower, u32 upper) {
+    return SENDS ? advance(a, t, lower, upper) : !__syncthreads_or(t.has_failed());
+}
 
 // Rust's `LowLatencyCall` has the same layout.
 struct low_latency_call {

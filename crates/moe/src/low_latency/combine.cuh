@@ -74,13 +74,13 @@ namespace low_latency {
 __global__ void __launch_bounds__(BOUND, RESIDENT)
 combine(const __grid_constant__ arguments a, const __grid_constant__ low_latency_call k) {
     pdl_wait();
+    const block_end end(a, SENDS);
     const u32 lane = lane_id(), of_row = k.hidden / 8, mine = threadIdx.x / 32;
     const turn t = begin_phase(a, load_control(a));
-    if (t.has_failed()) {
+    if (!begins(a, t, 0, 0)) {
         if (RECEIVES) leave_nan<false>(k.to_x, k.tokens, k.hidden);
         return;
     }
-    if (SENDS) advance(a, t, 0, 0);
     // Neighbours are on different multiprocessors.
     if (mine + SENDERS >= WARPS) return send_rows(a, t, k, (mine - RECEIVERS) * gridDim.x + blockIdx.x, SENDERS * gridDim.x);
 

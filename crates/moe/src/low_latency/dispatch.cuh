@@ -167,6 +167,7 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ low_latenc
     __shared__ u16 kept[MAX_KEPT];
     __shared__ u32 tokens[WORLD];
     pdl_wait();
+    const block_end end(a, SENDS);
     const u32 chunks = chunks_of_row(k), step = gridDim.x * (THREADS / 32);
     const u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x; // neighbours are on different multiprocessors
     const u32 to_send = k.tokens * chunks;
@@ -183,8 +184,8 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ low_latenc
     };
     if (SENDS) load();
     const turn t = begin_phase(a, control_words);
-    if (t.has_failed()) return;
-    if (has_choices) send_choices(a, t, k, first_choices);
+    if (t.has_failed()) item = to_send;
+    else if (has_choices) send_choices(a, t, k, first_choices);
     chunk got;
     while (SENDS && item < to_send) {
         const chunk made = made_of(from);
@@ -193,7 +194,7 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ low_latenc
         item += step;
         load();
     }
-    if (SENDS) advance(a, t, vectors_of_choices(k.most_tokens * k.top_k) | (IS_SPLIT ? OWN_TOO : 0), 0);
+    if (!begins(a, t, vectors_of_choices(k.most_tokens * k.top_k) | (IS_SPLIT ? OWN_TOO : 0), 0)) return;
     if (!RECEIVES) return;
 
     const u32 local = k.experts / WORLD, slots = WORLD * k.most_tokens, first = a.rank * local;

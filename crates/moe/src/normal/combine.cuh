@@ -121,14 +121,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k) {
     extern __shared__ uint4 memory[];
     pdl_wait();
+    const block_end end(a);
     const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return leave_nan(k, grid_thread() / 32, grid_threads() / 32);
     pipeline::prepare();
     const counts n(k.counts, k.starts);
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
         if (from != a.rank) most = max(most, n.rows[a.rank][from]);
-    advance(a, t, flag_vectors(k.region, most), UPPER_VECTORS | OWN_TOO);
+    if (!advance(a, t, flag_vectors(k.region, most), UPPER_VECTORS | OWN_TOO)) return leave_nan(k, grid_thread() / 32, grid_threads() / 32);
 
     // Warps of a block: some send, the others sum.
     reader r(a, t);

@@ -85,15 +85,15 @@ extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT)
 dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call k) {
     extern __shared__ uint4 memory[];
     pdl_wait();
+    const block_end end(a);
     const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return;
     pipeline::prepare();
     arrivals::prepare();
     const counts n(k.counts, k.starts);
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
         if (from != a.rank) most = max(most, n.rows[from][a.rank]);
-    advance(a, t, flag_vectors(k.region, most), 1 | OWN_TOO);
+    if (!advance(a, t, flag_vectors(k.region, most), 1 | OWN_TOO)) return;
 
     // Warps of a block: most send and take, one raises flags, one polls those of the peers.
     name_no_experts(a, k, n);

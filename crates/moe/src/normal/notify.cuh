@@ -31,6 +31,7 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
     __shared__ u32 of_warp[THREADS / 32][WORLD];
     __shared__ u32 totals[WORLD];
     pdl_wait();
+    const block_end end(a);
     const uint4 control_words = load_control(a);
     // A warp has tokens that follow each other. It counts them, and when the counts are on their way to the peers, it numbers them.
     const u32 lane = lane_id(), warp = threadIdx.x / 32, share = (k.tokens + THREADS - 1) / THREADS * 32;
@@ -65,14 +66,13 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
         return index < HEADER + k.local ? k.per_expert[to * k.local + index - HEADER] & ~(1u << 31) : 0;
     };
     const turn t = begin(a, control_words);
-    if (t.has_failed()) return;
-    for (u32 peer = 0; peer < PEERS; ++peer) {
+    for (u32 peer = 0; peer < PEERS && !t.has_failed(); ++peer) {
         const u32 to = rank_of(a, peer);
         for (u32 i = threadIdx.x; i < vectors; i += THREADS)
             store16_volatile(a.peer[peer] + lane_at(a, t.slot, a.rank) + i * 16,
                              make_uint4(word(to, i * 4), word(to, i * 4 + 1), word(to, i * 4 + 2), word(to, i * 4 + 3)));
     }
-    advance(a, t, vectors, 0);
+    if (!advance(a, t, vectors, 0)) return;
 #pragma unroll 4
     for (u32 first = begin_of_warp; first < end_of_warp; first += 32) {
         const u32 token = first + lane;

@@ -27,7 +27,7 @@ DEVICE u32 places_of(const region_call& g) { return 2 * g.half; }
 // The lane of rank `from` at rank `to`: a place for each peer.
 DEVICE u64 record_at(const region_call& g, const turn& t, u32 from, u32 to, u32 number) {
     const u32 lane = from > to ? from - to - 1 : from + WORLD - to - 1;
-    return g.at + (t.words.x * PEERS + lane) * g.lane_bytes + (u64)(number % places_of(g)) * g.record_bytes;
+    return g.at + (t.index() * PEERS + lane) * g.lane_bytes + (u64)(number % places_of(g)) * g.record_bytes;
 }
 DEVICE u32 flag_at(const arguments& a, const region_call& g, const turn& t, u32 from, u32 number) {
     return lane_at(a, t.slot, from) + number % places_of(g) * 4;

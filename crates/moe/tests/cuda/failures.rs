@@ -147,6 +147,61 @@ fn peers_hear_of_a_rank_without_memory_on_8_gpus() {
     rows_without_memory(8);
 }
 
+/// The peers are told at once. They look at what the host knows and run no kernel meanwhile, whose threads would take the processor from
+/// those that tell.
+fn is_told_soon(world: usize) {
+    let (Some(_), Some(fail)) = (gpus(world), fail_allocation()) else { return };
+    let failed_at = Mutex::new(None);
+    that_may_fail(world, MoeConfig::for_gpus(), |rank| {
+        let case = case(world);
+        let (layout, ..) = on_host(rank, &case)?;
+        fail_the(TENSORS + 2, rank, fail);
+        let calls = Calls::new(rank, &case, &layout).map(drop);
+        if rank.comm.rank() == 0 {
+            *failed_at.lock().unwrap() = Some(Instant::now());
+            let error = calls.expect_err("there is no memory").to_string();
+            assert!(error.contains("OUT_OF_MEMORY"), "{error}");
+            return Ok(());
+        }
+        let start = Instant::now();
+        let heard = loop {
+            match rank.moe.check() {
+                Ok(()) if start.elapsed() < DEADLINE => std::thread::sleep(Duration::from_millis(1)),
+                outcome => break outcome,
+            }
+        };
+        let heard_at = Instant::now();
+        let error = heard.expect_err("rank 0 has failed").to_string();
+        assert!(error.contains("rank 0"), "{error}");
+        // A peer may hear of it before rank 0 has returned.
+        let failed_at = *failed_at.lock().unwrap();
+        let took =
+            failed_at.map_or(Duration::ZERO, |failed_at| heard_at.saturating_duration_since(failed_at));
+        assert!(took < Duration::from_millis(100), "rank {} heard after {took:?}", rank.comm.rank());
+        Ok(())
+    });
+}
+
+#[test]
+fn a_rank_without_memory_tells_its_peers_within_100_ms_on_2_gpus() {
+    is_told_soon(2);
+}
+
+#[test]
+fn a_rank_without_memory_tells_its_peers_within_100_ms_on_3_gpus() {
+    is_told_soon(3);
+}
+
+#[test]
+fn a_rank_without_memory_tells_its_peers_within_100_ms_on_4_gpus() {
+    is_told_soon(4);
+}
+
+#[test]
+fn a_rank_without_memory_tells_its_peers_within_100_ms_on_8_gpus() {
+    is_told_soon(8);
+}
+
 /// Whichever allocation of rank 0 fails, the first ones of its life or those of a call: its peers hear of it and do not wait until the
 /// deadline. (Memory of the tests counts too: a rank without it leaves.)
 fn whichever_allocation_fails(world: usize, config: MoeConfig, calls: impl Fn(&mut Rank) -> Outcome + Sync) {

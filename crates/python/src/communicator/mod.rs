@@ -22,11 +22,12 @@ use antiphon::{
 };
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
 
+use plan::HowLoaded;
 pub(crate) use plan::Plan;
 use prepare::call;
 
 use crate::{
-    arguments::{Count, Prepared, seconds},
+    arguments::{Count, Place, Prepared, seconds},
     cuda::Gpus,
     error::Result,
     fork::Process,
@@ -257,8 +258,17 @@ impl Communicator {
     }
 
     #[doc = stub!("Communicator.load_plan")]
-    fn load_plan(&self, py: Python<'_>, plan: &Bound<'_, PyAny>) -> Result<Plan> {
-        self.load(py, plan)
+    #[pyo3(signature = (plan, *, device = None, packets = "ll16", most_scratch = None))]
+    fn load_plan(
+        &self,
+        py: Python<'_>,
+        plan: &Bound<'_, PyAny>,
+        device: Option<Place>,
+        packets: &str,
+        most_scratch: Option<Count>,
+    ) -> Result<Plan> {
+        let place = device.unwrap_or(Place::Host);
+        self.load(py, plan, &HowLoaded { place, packets, most_scratch })
     }
 }
 
@@ -286,6 +296,6 @@ fn of_parent(builder: Builder, parent: Option<&Communicator>) -> Result<Builder>
     })
 }
 
-fn refused(error: antiphon::tensor::TensorError) -> fabric::FabricError {
+pub(crate) fn refused(error: antiphon::tensor::TensorError) -> fabric::FabricError {
     fabric::FabricError::invalid(error.to_string())
 }

@@ -5,7 +5,9 @@
 
 mod buffer;
 mod failure;
+mod last_streams;
 mod parts;
+mod plans;
 mod register;
 mod started;
 mod work;
@@ -23,22 +25,21 @@ use antiphon::{
     operation::Operation,
     prelude::{CollectiveError, DType, FabricError, MixedLayout, ReduceOp},
 };
-use pyo3::{intern, prelude::*};
+use pyo3::prelude::*;
 
 pub(crate) use buffer::CudaBuffer;
 pub(crate) use failure::Action;
 pub(crate) use parts::{List, Part, Parts, primary};
+pub(crate) use plans::LoadedOnGpu;
 pub(crate) use register::Registrable;
 pub(crate) use started::Started;
 
-use self::parts::{Shared, closed};
-use crate::{
-    call::Call,
-    error::Result,
-    fused::Fused,
-    operand::Tensor,
-    stream::{RawStream, imported},
+use self::{
+    last_streams::LastStreams,
+    parts::{Shared, closed},
+    plans::Plans,
 };
+use crate::{call::Call, error::Result, fused::Fused, operand::Tensor, stream::RawStream};
 
 type Outcome<T = ()> = std::result::Result<T, CollectiveError>;
 
@@ -51,9 +52,12 @@ pub(crate) enum Order {
     Collectives,
     Sends,
     Receives,
+    Plans,
 }
 
 impl Order {
+    pub(crate) const COUNT: usize = 4;
+
     /// The orders in which an operation has its place.
     pub(crate) fn of(operation: Operation) -> &'static [Self] {
         match CudaCollectives::is_by_messages(operation) {
@@ -66,12 +70,11 @@ impl Order {
 /// The GPUs that a communicator of this rank has been used with; one, as a rule.
 pub(crate) struct Gpus {
     collectives: Arc<Parts<Gpu>>,
+    plans: Arc<Parts<Plans>>,
     shared: Arc<Shared>,
     /// The memory for data under way on GPUs that are opened from now on; the usual size without one.
     staging_bytes: Mutex<Option<usize>>,
-    /// CuPy's stream of the last call, which the next call on another stream waits for. CuPy destroys a stream with its last
-    /// reference; torch never destroys one.
-    last_streams: Mutex<[Option<Py<PyAny>>; 3]>,
+    last_streams: Arc<LastStreams>,
 }
 
 impl Default for Gpus {
@@ -79,9 +82,10 @@ impl Default for Gpus {
         let shared = Arc::<Shared>::default();
         Self {
             collectives: Parts::new(&shared),
+            plans: Parts::new(&shared),
             shared,
             staging_bytes: Mutex::default(),
-            last_streams: Mutex::default(),
+            last_streams: Arc::default(),
         }
     }
 }
@@ -91,7 +95,7 @@ struct Gpu {
     context: Context,
     collectives: CudaCollectives,
     /// The streams of started calls, one for each [`Order`].
-    sides: [Option<Stream>; 3],
+    sides: [Option<Stream>; Order::COUNT],
     /// The kernels that are loaded.
     loaded: Vec<(DType, ReduceOp)>,
 }
@@ -250,7 +254,12 @@ impl Gpus {
             let staging_bytes = *self.staging_bytes.lock().unwrap_or_else(PoisonError::into_inner);
             let staging_bytes = staging_bytes.unwrap_or(CudaBuilder::STAGING_BYTES);
             let collectives = CudaCollectives::builder(comm, context).staging_bytes(staging_bytes).build()?;
-            Ok(Gpu { context: context.clone(), collectives, sides: [const { None }; 3], loaded: Vec::new() })
+            Ok(Gpu {
+                context: context.clone(),
+                collectives,
+                sides: [const { None }; Order::COUNT],
+                loaded: Vec::new(),
+            })
         };
         // SAFETY: the stream is one of the device, as all that call this are promised.
         unsafe { self.collectives.with((queue, device, stream), "CUDA call", make, work) }
@@ -261,19 +270,9 @@ impl Gpus {
         self.collectives.with_open(device, work).unwrap_or_else(|| Err(closed().into()))
     }
 
-    /// Keeps the stream of a call that was made, if it is CuPy's current one, until the next call of the same order has been made.
+    /// Keeps the stream of a call that was made, until the next call of the same order has been made.
     pub(crate) fn keep_stream(&self, py: Python<'_>, stream: RawStream, orders: &[Order]) -> PyResult<()> {
-        let Some(cupy) = imported(py, "cupy")? else { return Ok(()) };
-        let current = cupy.getattr(intern!(py, "cuda"))?.call_method0(intern!(py, "get_current_stream"))?;
-        let is_current = current.getattr(intern!(py, "ptr"))?.extract::<RawStream>()? == stream;
-        for &order in orders {
-            let kept = is_current.then(|| current.clone().unbind());
-            let mut last = self.last_streams.lock().unwrap_or_else(PoisonError::into_inner);
-            let before = std::mem::replace(&mut last[order as usize], kept);
-            drop(last);
-            drop(before); // without the lock, as this may run Python
-        }
-        Ok(())
+        self.last_streams.keep(py, stream, orders)
     }
 }
 

@@ -234,13 +234,10 @@ impl Operand {
 
     /// Refuses elements that have no arithmetic here.
     pub(crate) fn numeric(self) -> Result<Self> {
-        if self.element.dtype().is_none_or(|dtype| !dtype.is_numeric()) {
-            let names = DType::NUMERIC.iter().map(|&dtype| ElementType::from(dtype).to_string());
-            let known = names.collect::<Vec<_>>().join(", ");
-            let text = format!("elements of type {} cannot be reduced, only {known}", self.element);
-            return Err(PyTypeError::new_err(text).into());
+        match self.element.dtype().is_some_and(DType::is_numeric) {
+            true => Ok(self),
+            false => Err(not_reduced(&self.element)),
         }
-        Ok(self)
     }
 
     /// Refuses elements that an operator does not combine.
@@ -307,6 +304,13 @@ fn is_row_major(shape: &[usize], strides: &[isize]) -> bool {
             step *= n as isize;
             fits
         })
+}
+
+#[cold]
+pub(crate) fn not_reduced(element: &ElementType) -> Error {
+    let names = DType::NUMERIC.iter().map(|&dtype| ElementType::from(dtype).to_string());
+    let known = names.collect::<Vec<_>>().join(", ");
+    PyTypeError::new_err(format!("elements of type {element} cannot be reduced, only {known}")).into()
 }
 
 #[cold]

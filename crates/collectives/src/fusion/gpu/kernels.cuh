@@ -109,8 +109,7 @@ DEVICE void one_shot(const arguments& a, const fused& f, row_team& team) {
     uint4 first;
     if (has_any) first = contribution(f, start);
     const turn t = begin(a, words);
-    bool alive = !t.has_failed();
-    if (alive) {
+    if (!t.has_failed()) {
         const auto send = [&](u32 index, uint4 v) {
             v = without_empty(v);
             push(a, t, a.rank, index, v);
@@ -121,9 +120,9 @@ DEVICE void one_shot(const arguments& a, const fused& f, row_team& team) {
 #pragma unroll 1
             for (u32 v = team.thread; v < f.vectors; v += team.threads)
                 if (row * f.vectors + v != start) send(row * f.vectors + v, contribution(f, row * f.vectors + v));
-        const u32 vectors = f.count * f.vectors;
-        advance(a, t, KEEPS_OWN ? vectors | OWN_TOO : vectors, 0);
     }
+    const u32 vectors = f.count * f.vectors;
+    bool alive = advance(a, t, KEEPS_OWN ? vectors | OWN_TOO : vectors, 0);
     begin_epilogue(f, team);
     epilogue e(f, team, team.index, team.index < f.count);
     reader r(a, t);
@@ -158,11 +157,9 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
     };
     const u32 start = place * blockDim.x + threadIdx.x, step = share * blockDim.x;
     const u32 busy = SPLIT ? f.reducing * team.blocks : 0;
-    bool alive = begin_and_send<DEPTH, DEPTH, EMPTIES>(a, t, start, step, count, load, send, busy);
-    if (alive) {
-        const u32 vectors = part * f.vectors;
-        advance(a, t, KEEPS_OWN ? vectors | OWN_TOO : vectors, SHORT ? vectors : vectors | OWN_TOO, busy);
-    }
+    begin_and_send<DEPTH, DEPTH, EMPTIES>(a, t, start, step, count, load, send, busy);
+    const u32 vectors = part * f.vectors;
+    bool alive = advance(a, t, KEEPS_OWN ? vectors | OWN_TOO : vectors, SHORT ? vectors : vectors | OWN_TOO, busy);
     begin_epilogue(f, team);
     reader r(a, t);
     const u32 own = a.rank * part * f.vectors;
@@ -233,6 +230,7 @@ extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT)
 fused_all_reduce(const __grid_constant__ arguments a, const __grid_constant__ fused f) {
     row_team team(f);
     pdl_wait();
+    const block_end end(a);
     if (a.dependents == AT_START) pdl_launch_dependents();
     ALGORITHM(a, f, team);
 }

@@ -58,8 +58,8 @@ DEVICE void store_row(const bytes& to, u32 row, uint4 v) {
 
 // Begins a call, and calls send(t, row, vector) for a warp's share of `count` rows.
 template <class Send>
-DEVICE bool begin_and_send_rows(const arguments& a, turn& t, const bytes& from, const rows& mine, u32 count, Send send) {
-    return begin_and_send<DEPTH, DEPTH, true>(a, t, mine.first, mine.step, count, [&](u32 row) { return load_row(from, row); }, send);
+DEVICE void begin_and_send_rows(const arguments& a, turn& t, const bytes& from, const rows& mine, u32 count, Send send) {
+    begin_and_send<DEPTH, DEPTH, true>(a, t, mine.first, mine.step, count, [&](u32 row) { return load_row(from, row); }, send);
 }
 
 // Rows of one peer that a warp loads at a time: the latency of memory determines the time of a row, and rows behind the last

@@ -3,8 +3,7 @@
 // Moves no data: waits until all ranks have called it. One block.
 KERNEL(barrier) {
     const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return;
-    advance(a, t, 0, 0);
+    if (!advance(a, t, 0, 0)) return;
     reader(a, t).finish();
 }
 
@@ -18,8 +17,8 @@ KERNEL(all_gather) {
         push(a, t, a.rank, row * 32 + lane_id(), masked(v));
         if (own.data != in.data) store_row(own, row, v);
     };
-    if (!begin_and_send_rows(a, t, in, mine, count, send)) return;
-    advance(a, t, count * 32, 0);
+    begin_and_send_rows(a, t, in, mine, count, send);
+    if (!advance(a, t, count * 32, 0)) return;
     reader r(a, t);
     if constexpr (PEERS == 1) {
         const u32 peer = rank_of(a, 0);
@@ -58,8 +57,8 @@ KERNEL(all_to_all) {
         // This rank's own block is copied while the links are busy. Of the blocks that have a row, one for each peer, one does it.
         if (sent++ % PEERS == next && own.data != to.data) store_row(to, row, load_row(own, row));
     };
-    if (!begin_and_send_rows(a, t, in, mine, count, send)) return;
-    advance(a, t, count * 32, 0);
+    begin_and_send_rows(a, t, in, mine, count, send);
+    if (!advance(a, t, count * 32, 0)) return;
     reader r(a, t);
     if (!receive_rows(r, peer, mine, count, out)) return;
     r.finish();
@@ -75,8 +74,8 @@ KERNEL(broadcast) {
         push(a, t, a.rank, row * 32 + lane_id(), masked(v));
         if (out.data != in.data) store_row(out, row, v);
     };
-    if (!begin_and_send_rows(a, t, in, mine, a.rank == a.root ? count : 0, send)) return;
-    advance(a, t, count * 32, 0);
+    begin_and_send_rows(a, t, in, mine, a.rank == a.root ? count : 0, send);
+    if (!advance(a, t, count * 32, 0)) return;
     reader r(a, t);
     if (a.rank != a.root && !receive_rows(r, a.root, mine, count, out)) return;
     r.finish();
@@ -86,7 +85,6 @@ KERNEL(broadcast) {
 KERNEL(broadcast_parts) {
     const u32 count = rows_of(a.count), part = (count + PEERS - 1) / PEERS;
     const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return;
     const bytes in(a.input, a.count), out(a.output, a.count);
     // The part that a rank forwards: parts are numbered from the root on.
     const auto number_of = [&](u32 rank) { return (rank + WORLD - a.root - 1) % WORLD; };
@@ -94,14 +92,14 @@ KERNEL(broadcast_parts) {
         const u32 first = number * part;
         return first < count ? (count - first < part ? count - first : part) : 0;
     };
-    if (a.rank == a.root) {
+    if (a.rank == a.root && !t.has_failed()) {
         const u32 next = blockIdx.x % PEERS, first = next * part; // the root's peers are numbered alike
         u8* theirs = a.peer[next] + lane_at(a, t.slot, a.rank) + lane_id() * 16;
         const rows mine = rows_of_warp(blockIdx.x / PEERS, gridDim.x / PEERS);
         for (u32 row = mine.first; row < rows_in(next); row += mine.step)
             store16_volatile(theirs + row * 512, masked(load_row(in, first + row)));
     }
-    advance(a, t, part * 32, part * 32);
+    if (!advance(a, t, part * 32, part * 32)) return;
     reader r(a, t);
     if (a.rank != a.root) {
         const rows mine = rows_of_warp(blockIdx.x, gridDim.x);

@@ -7,8 +7,8 @@ template <bool PLAIN> DEVICE void reduce_scatter_of(const arguments& a) {
     const auto block_of = [&](u32 peer) { return elements<PLAIN>(a.input + peer * a.stride, a.count); };
     const elements<PLAIN> mine(a.input + a.rank * a.stride, a.count), out(a.output, a.count);
     const u32 start = grid_thread(), step = grid_threads();
-    if (!begin_and_scatter<PLAIN, true>(a, t, vectors, block_of)) return fill_nan(out, start, step, vectors);
-    advance(a, t, vectors, 0);
+    begin_and_scatter<PLAIN, true>(a, t, vectors, block_of);
+    if (!advance(a, t, vectors, 0)) return fill_nan(out, start, step, vectors);
     reader r(a, t);
     for (u32 i = start; is_warp_before(i, vectors); i += step) {
         uint4 sum[1];

@@ -17,8 +17,8 @@ LIST_KERNEL(all_gather_list) {
         const bytes own = block_of(tensor, a.rank);
         if (own.data != l.input[tensor]) store_row(own, row - l.first[tensor], v);
     };
-    if (!begin_and_send<DEPTH, DEPTH, true>(a, t, mine.first, mine.step, count, load, send)) return;
-    advance(a, t, count * 32, 0);
+    begin_and_send<DEPTH, DEPTH, true>(a, t, mine.first, mine.step, count, load, send);
+    if (!advance(a, t, count * 32, 0)) return;
     reader r(a, t);
     for (u32 row = mine.first; row < count; row += mine.step) {
         u32 at[PEERS], peers[PEERS];

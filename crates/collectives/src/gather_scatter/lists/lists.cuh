@@ -25,6 +25,7 @@ DEVICE u32 tensor_of(const list& l, u32 index) {
     extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
     name(const __grid_constant__ arguments a, const __grid_constant__ list l) {                             \
         pdl_wait();                                                                                         \
+        const block_end end(a);                                                                             \
         if (a.dependents == AT_START) pdl_launch_dependents();                                              \
         name##_body(a, l);                                                                                  \
     }                                                                                                       \

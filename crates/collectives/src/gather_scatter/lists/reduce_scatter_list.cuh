@@ -19,9 +19,8 @@ LIST_KERNEL(reduce_scatter_list) {
         store16_volatile(a.peer[next] + lane_at(a, t.slot, a.rank) + i * 16, without_empty(v));
     };
     const u32 block = blockIdx.x / PEERS, blocks = gridDim.x / PEERS;
-    if (!begin_and_send<1, 1, true>(a, t, block * blockDim.x + threadIdx.x, blocks * blockDim.x, vectors, load, send))
-        return spoil(grid_thread(), grid_threads());
-    advance(a, t, vectors, 0);
+    begin_and_send<1, 1, true>(a, t, block * blockDim.x + threadIdx.x, blocks * blockDim.x, vectors, load, send);
+    if (!advance(a, t, vectors, 0)) return spoil(grid_thread(), grid_threads());
     reader r(a, t);
     const u32 step = grid_threads();
     for (u32 i = grid_thread(); is_warp_before(i, vectors); i += step) {

@@ -81,7 +81,7 @@ DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u
     load(channel); // while the state is loaded
     if (channel == 0 && lane_id() == 0)
         rows[0] = make_uint4((u32)a.doing.low, (u32)(a.doing.low >> 32), (u32)m.sent_count[peer], (u32)(m.sent_count[peer] >> 32));
-    const u32 first = ld_relaxed_sys(&state->slot);
+    const u32 first = ld_relaxed_sys(&state->call);
     u32 n = first, known = ld_acquire_sys(&state->dirty_upper);
     for (u32 row = channel; row < total; row += SENT * CHANNELS) {
         const u32 left = (total - row + CHANNELS - 1) / CHANNELS, count = left < SENT ? left : SENT;
@@ -102,7 +102,7 @@ DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u
             if (k < count) store16_volatile(at + (n + k) % RING * 512, sent[k]);
         n += count;
     }
-    advance_ring(a, &state->slot, first, n);
+    advance_ring(a, &state->call, first, n);
     return true;
 }
 

@@ -13,8 +13,8 @@ template <bool PLAIN> DEVICE void reduce_parts_of(const arguments& a, const part
     const auto part_of = [&](u32 rank) { return elements<PLAIN>(p.input[rank], p.count[rank]); };
     const elements<PLAIN> mine = part_of(a.rank), out(a.output, p.count[a.rank]);
     const u32 start = grid_thread(), step = grid_threads();
-    if (!begin_and_scatter<PLAIN, true>(a, t, sent, part_of)) return fill_nan(out, start, step, vectors);
-    advance(a, t, vectors, 0);
+    begin_and_scatter<PLAIN, true>(a, t, sent, part_of);
+    if (!advance(a, t, vectors, 0)) return fill_nan(out, start, step, vectors);
     reader r(a, t);
     for (u32 i = start; is_warp_before(i, vectors); i += step) {
         uint4 sum[1];
@@ -29,6 +29,7 @@ template <bool PLAIN> DEVICE void reduce_parts_of(const arguments& a, const part
     extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
     name(const __grid_constant__ arguments a, const __grid_constant__ parts p) {                            \
         pdl_wait();                                                                                         \
+        const block_end end(a);                                                                             \
         if (a.dependents == AT_START) pdl_launch_dependents();                                              \
         reduce_parts_of<PLAIN>(a, p);                                                                       \
     }

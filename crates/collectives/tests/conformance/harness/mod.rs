@@ -20,7 +20,7 @@ use crate::values::Values;
 pub use gpus::{Gpus, on_gpus};
 pub use host::{HostProcesses, HostThreads, in_processes};
 pub use mixed::Mixed;
-pub use nodes::{ByNodes, Halves, HostNodes, Interleaved, OneAndRest};
+pub use nodes::{ByNodes, Halves, HostNodes, Interleaved, OneAndRest, Thirds};
 pub use tensor::{Alignment, Like, Loose, Tensor, UNWRITTEN};
 
 /// The deadline of every wait. It is far longer than anything here takes, so that no test passes because a wait ended.

@@ -26,6 +26,8 @@ pub trait Layout: Send + Sync + 'static {
 
 /// The first half of the ranks, and the others.
 pub struct Halves;
+/// The first third of the ranks, the second, and the others.
+pub struct Thirds;
 /// The first rank, and the others.
 pub struct OneAndRest;
 /// Even ranks, and odd ones.
@@ -48,6 +50,12 @@ impl Layout for Halves {
     }
 }
 
+impl Layout for Thirds {
+    fn node(rank: usize, world_size: usize) -> u32 {
+        (rank * 3 / world_size) as u32
+    }
+}
+
 impl Layout for OneAndRest {
     fn node(rank: usize, _world_size: usize) -> u32 {
         u32::from(rank > 0)
@@ -67,7 +75,7 @@ impl<L: Layout> Ranks for OnNodes<L> {
     fn run(world_size: usize, rank: &(dyn Fn(Host<Self>) + Sync)) {
         let all = Arc::new(Barrier::new(world_size));
         let names: Vec<&str> =
-            Self::nodes(world_size).iter().map(|node| ["left", "right"][*node as usize]).collect();
+            Self::nodes(world_size).iter().map(|node| ["left", "right", "behind"][*node as usize]).collect();
         // Each test has another order of messages, and the same one each time.
         let disturb = |network: &antiphon_fabric::engine::Network| network.reorder(world_size as u64);
         LocalWorld::run_on_nodes(&names, TIMEOUT, disturb, |comm| {

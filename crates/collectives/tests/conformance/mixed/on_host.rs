@@ -7,16 +7,23 @@ use antiphon_collectives::{
 use antiphon_fabric::{Communicator, FabricError};
 use antiphon_tensor::DType;
 
-use super::{FUSED, input_len};
+use super::{FUSED, input_len, layout, mixed_layouts};
 use crate::{
     harness::{Alignment, Backend, Tensor},
     values::Values,
 };
 
 conformance_on_host! {
-    composed_gives_almost_the_same: [f32 bf16 i32], [world_4 world_6];
     what_makes_no_sense_is_refused: any_dtype, [world_4];
     ranks_that_disagree_hear_of_it: any_dtype, [world_6];
+}
+
+mod composed {
+    use super::*;
+
+    conformance_of_layouts_on_host! {
+        composed_gives_almost_the_same: [f32 bf16 i32], [world_4 world_6];
+    }
 }
 
 fn handler(comm: &Communicator, tp: usize) -> MixedHandler {
@@ -27,34 +34,38 @@ fn handler(comm: &Communicator, tp: usize) -> MixedHandler {
 /// Against the obvious version in f64: two collectives may round twice.
 fn composed_gives_almost_the_same<B: Backend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
-        let (tp, groups) = (2, world / 2);
-        let mixed = handler(&comm, tp);
-        for counts in [vec![50; groups], (0..groups).map(|group| 20 * group).collect()] {
-            for op in FUSED {
-                let inputs: Vec<Values> = (0..world)
-                    .map(|rank| Values::moderate(dtype, rank as u64, input_len(op, tp, &counts, rank)))
-                    .collect();
-                let numbers: Vec<Vec<f64>> = inputs.iter().map(Values::to_f64).collect();
-                let exact = reference::outputs(op, tp, &counts, &numbers, |all: &[f64]| all.iter().sum());
-                let exact = &exact[comm.rank()];
-                let mut input = Tensor::<B>::holding(&comm, &inputs[comm.rank()], Alignment::Aligned);
-                let mut output = Tensor::<B>::unwritten(&comm, dtype, exact.len(), Alignment::Aligned);
-                let call = MixedCall::from(op).mode(MixedMode::Composed).counts(&*counts);
-                mixed.run(&comm, call, input.view(), output.view_mut()).unwrap();
-                // Two roundings of at most 2⁻⁹ each, of partial sums below 4 · world.
-                let tolerance = if dtype == DType::BF16 { world as f64 * 4.0 / 128.0 } else { 1e-4 };
-                for (index, (&exact, actual)) in
-                    exact.iter().zip(output.values("composed").to_f64()).enumerate()
-                {
-                    let wrapped = if dtype == DType::I32 { f64::from(exact as i64 as i32) } else { exact };
-                    assert!(
-                        (actual - wrapped).abs() <= tolerance,
-                        "{op:?}, element {index}: {actual}, not {wrapped}"
-                    );
-                }
+        mixed_layouts::<B>(world).for_each(|tp| composed_is_almost_the_same(&comm, dtype, tp))
+    });
+}
+
+fn composed_is_almost_the_same<B: Backend>(comm: &B, dtype: DType, tp: [usize; 2]) {
+    let (layout, world) = (layout::<B>(comm, tp), comm.world_size());
+    let (mixed, groups) = (MixedHandler::new(comm, layout).unwrap(), layout.dp_size());
+    for counts in [vec![50; groups], (0..groups).map(|group| 20 * group).collect()] {
+        for op in FUSED {
+            let inputs: Vec<Values> = (0..world)
+                .map(|rank| Values::moderate(dtype, rank as u64, input_len(op, &layout, &counts, rank)))
+                .collect();
+            let numbers: Vec<Vec<f64>> = inputs.iter().map(Values::to_f64).collect();
+            let sum = |all: &[Vec<f64>]| all.concat().iter().sum();
+            let exact = reference::outputs(op, &layout, &counts, &numbers, sum);
+            let exact = &exact[comm.rank()];
+            let mut input = Tensor::<B>::holding(comm, &inputs[comm.rank()], Alignment::Aligned);
+            let mut output = Tensor::<B>::unwritten(comm, dtype, exact.len(), Alignment::Aligned);
+            let call = MixedCall::from(op).mode(MixedMode::Composed).counts(&*counts);
+            mixed.run(comm, call, input.view(), output.view_mut()).unwrap();
+            // Two roundings of at most 2⁻⁹ each, of partial sums below 4 · world.
+            let tolerance = if dtype == DType::BF16 { world as f64 * 4.0 / 128.0 } else { 1e-4 };
+            for (index, (&exact, actual)) in exact.iter().zip(output.values("composed").to_f64()).enumerate()
+            {
+                let wrapped = if dtype == DType::I32 { f64::from(exact as i64 as i32) } else { exact };
+                assert!(
+                    (actual - wrapped).abs() <= tolerance,
+                    "{op:?}, element {index}: {actual}, not {wrapped}"
+                );
             }
         }
-    });
+    }
 }
 
 fn text(outcome: Result<(), CollectiveError>) -> String {
@@ -114,7 +125,18 @@ fn what_makes_no_sense_is_refused<B: Backend>(world: usize) {
         let refused = text(MixedHandler::new(&comm, elsewhere).map(drop));
         assert!(refused.contains("of 5") && refused.contains("of 4"), "{refused}");
         let nodes = MixedLayout::builder(world, comm.rank()).local_size(2).build().unwrap();
-        assert!(text(MixedHandler::new(&comm, nodes).map(drop)).contains("inter_size 2"));
+        let refused = text(MixedHandler::new(&comm, nodes).map(drop));
+        let both = "local_size 2 and inter_size 2, the nodes of the communicator have the ranks [0, 1, 2, 3]";
+        assert!(refused.ends_with(both), "{refused}");
+        // What is wrong on one rank is an error on all.
+        let mine = match comm.rank() {
+            1 => MixedLayout::builder(world, 0).local_tp(2).build().unwrap(),
+            _ => layout(2),
+        };
+        let refused = text(MixedHandler::new(&comm, mine).map(drop));
+        let wrong = "the layout is of rank 0 of 4, the communicator of rank 1 of 4";
+        let told = format!("rank 1 refuses its layout: {wrong}");
+        assert!(refused.ends_with(if comm.rank() == 1 { wrong } else { &told }), "{refused}");
         // No rank has made a call, so all ranks are still in step.
         mixed.run(&comm, gather, &block, &mut out).unwrap();
     });
@@ -155,8 +177,10 @@ fn ranks_that_disagree_hear_of_it<B: Backend>(world: usize) {
         let layout = MixedLayout::builder(world, comm.rank()).local_tp(tp).build().unwrap();
         text(MixedHandler::new(&comm, layout).map(drop))
     });
-    let expected = "rank 0 has tp_size 2 × dp_size 3, rank 1 has tp_size 3 × dp_size 2";
-    assert!(errors.iter().all(|error| error.contains(expected)), "{errors:?}");
+    let sizes =
+        |tp, dp| format!("local_tp_size {tp} × inter_tp_size 1 × local_dp_size {dp} × inter_dp_size 1");
+    let expected = format!("rank 0 has {}, rank 1 has {}", sizes(2, 3), sizes(3, 2));
+    assert!(errors.iter().all(|error| error.contains(&expected)), "{errors:?}");
 }
 
 /// Lists of which only the sum is equal.

@@ -16,7 +16,8 @@ use crate::{
     stream::Stream,
 };
 
-const PRELUDE: &str = r#"
+/// What the kernels of tests use.
+pub(crate) const PRELUDE: &str = r#"
 typedef unsigned u32;
 #define LD(what, p) ({ u32 got; asm volatile("ld." what ".u32 %0, [%1];" : "=r"(got) : "l"(p) : "memory"); got; })
 #define ST(what, p, value) asm volatile("st." what ".u32 [%0], %1;" :: "l"(p), "r"(value) : "memory")
@@ -51,6 +52,52 @@ const BLOCKS: &[Launch] = &[Launch { blocks: 2, ..on(0) }];
 const GPUS: &[Launch] = &[on(0), on(1)];
 const THREE_GPUS: &[Launch] = &[on(0), on(1), on(2)];
 const BLOCK: &[Launch] = &[on(0)];
+
+/// The grid of a launch, whose kernel has three parameters.
+fn grid(
+    function: &driver::Function,
+    name: &str,
+    parameters: [u64; 3],
+    launch: &Launch,
+    stream: &Stream,
+) -> Arc<Grid> {
+    let parameter = |value: u64| {
+        let mut parameter = Box::new(Parameter([0; 4096]));
+        parameter.0[..8].copy_from_slice(&value.to_le_bytes());
+        parameter
+    };
+    let (threads, cluster_size) = (launch.threads, launch.cluster);
+    Arc::new(Grid {
+        run: function.run,
+        scheduled: function.scheduled,
+        call: function.call,
+        parameters: parameters.map(parameter).into(),
+        grid: [launch.blocks, 1, 1],
+        block: [threads, 1, 1],
+        cluster_size,
+        shared_bytes: 0,
+        needs: Needs { threads, registers: 32, shared_bytes: 0, cluster_size },
+        device: launch.device,
+        stream: (stream.id, 0),
+        name: name.to_owned(),
+        is_programmatic: launch.is_programmatic,
+    })
+}
+
+/// Submits a grid of some blocks of 64 threads to a stream.
+pub(crate) fn submit(
+    module: *const driver::Module,
+    name: &str,
+    parameters: [u64; 3],
+    blocks: u32,
+    stream: &Arc<Stream>,
+) {
+    let symbol = CString::new(name).unwrap();
+    // SAFETY: a module that is loaded, and a name; functions stay.
+    let function = unsafe { &*driver::function(module, symbol.as_ptr()).unwrap() };
+    let grid = grid(function, name, parameters, &Launch { blocks, ..on(stream.device) }, stream);
+    stream.submit(Arc::new(move || grid.run()));
+}
 
 struct Case {
     name: String,
@@ -129,30 +176,7 @@ impl Case {
             if let Some(after) = launch.after {
                 stream.wait_for(&events[after], false).unwrap();
             }
-            let parameter = |value: u64| {
-                let mut parameter = Box::new(Parameter([0; 4096]));
-                parameter.0[..8].copy_from_slice(&value.to_le_bytes());
-                parameter
-            };
-            let grid = Arc::new(Grid {
-                run: function.run,
-                call: function.call,
-                parameters: [memory, memory + 2048, who as u64].map(parameter).into(),
-                grid: [launch.blocks, 1, 1],
-                block: [launch.threads, 1, 1],
-                cluster_size: launch.cluster,
-                shared_bytes: 0,
-                needs: Needs {
-                    threads: launch.threads,
-                    registers: 32,
-                    shared_bytes: 0,
-                    cluster_size: launch.cluster,
-                },
-                device: launch.device,
-                stream: (stream.id, 0),
-                name: self.name.clone(),
-                is_programmatic: launch.is_programmatic,
-            });
+            let grid = grid(function, &self.name, [memory, memory + 2048, who as u64], launch, &stream);
             stream.submit(Arc::new(move || grid.run()));
             let event = Event::new(false);
             if launches.iter().any(|other| other.after == Some(who)) {

@@ -137,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 hybrid_dispatch_kernel(const __grid_constant__ arguments a, const __grid_constant__ hybrid_rows_call k) {
     extern __shared__ uint4 memory[];
     pdl_wait();
+    const block_end end(a);
     const turn t = begin(a, load_control(a));
-    if (t.has_failed()) return;
     pipeline::prepare();
     const counts n(k.counts, k.starts);
     const beside b(k);
@@ -146,7 +146,7 @@ hybrid_dispatch_kernel(const __grid_constant__ arguments a, const __grid_constan
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
         if (from != a.rank) most = max(most, n.rows[from][a.rank]);
-    advance(a, t, flag_vectors(g, most), 1);
+    if (!advance(a, t, flag_vectors(g, most), 1)) return;
 
     reader r(a, t);
     const u32 warp = threadIdx.x / 32;

@@ -1,5 +1,7 @@
 //! What crosses the links between nodes: with the hierarchical forms each byte that another node needs, once.
 
+mod mixed;
+
 use std::{
     sync::{Barrier, Mutex, OnceLock},
     time::Duration,

@@ -1,0 +1,169 @@
+//! Execution plans between GPUs: `antiphon plan run --device cuda`.
+
+use std::rc::Rc;
+
+use antiphon::{
+    collectives::{
+        Communicator,
+        cuda::{CudaBuilder, CudaCollectives},
+    },
+    device::{
+        ReduceOp,
+        cuda::{Context, Driver, Stream},
+    },
+    executor::{
+        PacketKind,
+        cuda::{CudaOptions, CudaPlan},
+    },
+    plan::{Plan, verify::VerifiedPlan},
+    tensor::{DType, Element, with_dtype},
+};
+
+use super::{
+    OnStream,
+    tensors::{Plain, Tensor, Tensors},
+    timing::{Clock, graph},
+};
+use crate::{
+    Result,
+    host::{
+        BATCHES,
+        plan::{Ran, counts, reduction, wrong},
+        sorted, total,
+    },
+    pattern,
+};
+
+/// How plans are run between GPUs; the same on all ranks.
+#[derive(Debug, Clone, Copy)]
+pub struct OnGpus {
+    /// The kind of elements.
+    pub dtype: DType,
+    /// The form of packets.
+    pub packets: PacketKind,
+    /// How many ranks share a GPU: ranks `n * ranks_per_gpu` and behind are on GPU `n`.
+    pub ranks_per_gpu: usize,
+    /// Calls in each of the 11 batches.
+    pub iterations: u32,
+    /// Whether the calls of a batch are one graph.
+    pub graph: bool,
+    /// Whether our all-reduce is measured on the same tensors.
+    pub beside_all_reduce: bool,
+}
+
+/// A plan's time at a size, and that of the all-reduce beside it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Compared {
+    /// The plan.
+    pub plan: Ran,
+    /// The all-reduce, if it was asked for.
+    pub all_reduce: Option<Ran>,
+}
+
+/// Verifies and times a plan on the GPU of a rank, for each size in bytes of the larger tensor, and gives what was found to `report`. The
+/// ranks do it together, each in a process or a thread of its own.
+///
+/// # Errors
+/// [`BenchError::Chunks`](crate::BenchError::Chunks); [`Cuda`](crate::BenchError::Cuda) without a GPU or NVRTC;
+/// [`Executor`](crate::BenchError::Executor) for a plan that is not proved for device memory or does not fit;
+/// [`Collective`](crate::BenchError::Collective) for a dtype that our all-reduce does not sum.
+pub fn run(
+    comm: &Communicator,
+    plan: &VerifiedPlan,
+    sizes: &[u64],
+    how: OnGpus,
+    mut report: impl FnMut(Compared) -> std::io::Result<()>,
+) -> Result<()> {
+    let ordinal = comm.rank() / how.ranks_per_gpu.max(1);
+    let context = &Context::primary(Driver::load()?.device(ordinal as u32)?)?;
+    let stream = &context.stream()?;
+    let builder = CudaCollectives::builder(comm, context);
+    let builder = match how.beside_all_reduce {
+        true => builder,
+        false => builder.staging_bytes(CudaBuilder::LEAST_STAGING_BYTES), // it only lines the GPUs up
+    };
+    let ours = &builder.build()?;
+    let options = CudaOptions { packets: how.packets, ..CudaOptions::default() };
+    let mut loaded = CudaPlan::load(comm, context, plan, options)?;
+    let clock = &Clock::new(comm, ours, stream)?;
+    for &bytes in sizes {
+        let bench = Bench { comm, context, stream, ours, clock, plan: plan.plan(), how };
+        report(with_dtype!(how.dtype, T => bench.compare::<T>(&mut loaded, bytes)?))?;
+    }
+    Ok(loaded.free(comm)?)
+}
+
+struct Bench<'a> {
+    comm: &'a Communicator,
+    context: &'a Context,
+    stream: &'a Stream,
+    ours: &'a CudaCollectives,
+    clock: &'a Clock<'a>,
+    plan: &'a Plan,
+    how: OnGpus,
+}
+
+impl Bench<'_> {
+    fn compare<T: Element>(&self, loaded: &mut CudaPlan, bytes: u64) -> Result<Compared> {
+        let Self { comm, context, stream, ours, plan, .. } = *self;
+        let [input, output] = counts::<T>(plan, bytes)?;
+        let [input_bytes, output_bytes] = [input, output].map(|count| count * size_of::<T>());
+        loaded.prepare(comm, T::DTYPE, loaded.message_bytes(input_bytes, output_bytes))?;
+        let loaded = &*loaded;
+        let values = pattern::input::<T>(ReduceOp::Sum, comm.rank(), input);
+        let tensors = Rc::new(Tensors::apart::<T>(
+            Tensor::holding(context, stream, &[input], &values)?,
+            Tensor::zeros(context, stream, T::DTYPE, &[output])?,
+            move |output| Ok(wrong(comm, plan, output, input)),
+        ));
+        let larger = input_bytes.max(output_bytes) as u64;
+        let planned = Plain::on(&tensors, "plan", |tensors, stream| {
+            // SAFETY: `time` waits for the stream, and drops the graph, before the tensors are dropped.
+            Ok(unsafe { loaded.execute(tensors.input.view(), tensors.output.view_mut(), stream) }?)
+        });
+        let planned = self.time(planned, loaded, larger)?;
+        let op = reduction(plan);
+        let by_hand = || -> Result<Ran> {
+            ours.prepare(T::DTYPE, op)?;
+            let call = Plain::on(&tensors, "all-reduce", |tensors, stream| {
+                let mut output = tensors.output.view_mut();
+                // SAFETY: as above.
+                Ok(unsafe { ours.all_reduce(tensors.input.view(), &mut output, op, stream) }?)
+            });
+            self.time(call, loaded, larger)
+        };
+        let all_reduce = self.how.beside_all_reduce.then(by_hand).transpose()?;
+        Ok(Compared { plan: planned, all_reduce })
+    }
+
+    /// Verifies a contender, times it and verifies it again.
+    fn time(&self, mut contender: OnStream<'_>, loaded: &CudaPlan, bytes: u64) -> Result<Ran> {
+        let (stream, calls) = (self.stream.borrow(), self.how.iterations.max(1));
+        // Of a plan that waits in vain it tells which operation does.
+        let explained = |outcome: Result<f64>| match (outcome, loaded.check()) {
+            (Err(_), Err(error)) => Err(error.into()),
+            (outcome, _) => outcome,
+        };
+        contender.prepare(stream)?;
+        explained(self.clock.time(true, |stream| contender.call(stream)))?;
+        let first = contender.check(stream)?;
+        let all = match self.how.graph {
+            true => Some(graph(self.stream, calls, |stream| contender.call(stream))?),
+            false => None,
+        };
+        let mut times = Vec::new();
+        for _ in 0..BATCHES {
+            let took = match &all {
+                // SAFETY: the contender lives until the replay has been waited for.
+                Some(graph) => unsafe { self.clock.replay(graph, true) },
+                None => self.clock.time(true, |stream| (0..calls).try_for_each(|_| contender.call(stream))),
+            };
+            times.push(explained(took)? / f64::from(calls));
+        }
+        let wrong = total(self.comm, first.and(contender.check(stream)?))?;
+        drop(all); // before the memory that it reads and writes
+        contender.finish()?;
+        let latency_us = sorted(self.comm, &times)?[BATCHES / 2];
+        Ok(Ran { bytes, latency_us, wrong: self.plan.operation().map(|_| wrong.elements) })
+    }
+}

@@ -1,0 +1,103 @@
+//! `antiphon plan compile`: the kernel that executes a plan on GPUs, compiled without one.
+
+use std::{
+    io::{Write, stdout},
+    path::PathBuf,
+    time::Instant,
+};
+
+use antiphon::{
+    device::cuda::{Architecture, Nvrtc},
+    tensor::DType,
+};
+use antiphon_executor::cuda::PlanKernel;
+use antiphon_plan::{escaped, verify::Memory};
+
+use super::{
+    Result, prove,
+    run::{Packets, kind},
+};
+use crate::{ExitStatus, SUCCESS};
+
+const ARCHITECTURES: [Architecture; 3] = [Architecture::SM_80, Architecture::SM_90A, Architecture::SM_100A];
+
+/// Compile the kernel that executes a plan on GPUs, and tell what it needs. NVRTC does it, and no GPU is necessary.
+///
+/// The plan is proved for the memory of GPUs first. It is data of the kernel, which interprets it: plans of as many ranks whose
+/// blocks have as many threads share one.
+#[derive(Debug, Clone, clap::Args)]
+#[command(after_help = "\
+Examples:
+  antiphon plan compile two_shot.json
+  antiphon plan compile two_shot.json --arch sm_100a --dtype bf16 --multiprocessors 148
+  antiphon plan compile two_shot.json --source > kernel.cu")]
+pub struct Args {
+    /// The plan's file
+    file: PathBuf,
+
+    /// The architecture of the GPUs: sm_80, sm_90a, sm_100a
+    #[arg(long, default_value = "sm_90a", value_parser = architecture)]
+    arch: Architecture,
+
+    /// The multiprocessors of a GPU; the more blocks a plan has for each, the smaller they are
+    #[arg(long, default_value = "132")]
+    multiprocessors: u32,
+
+    /// The kind of elements: f64, f32, f16, bf16, i64, i32, i8, u8
+    #[arg(long, default_value = "f32", value_parser = crate::bench::numeric)]
+    dtype: DType,
+
+    /// The form of packets
+    #[arg(long, value_enum, default_value = "ll16")]
+    packets: Packets,
+
+    /// Print the kernel's source and compile nothing
+    #[arg(long)]
+    source: bool,
+}
+
+fn architecture(text: &str) -> std::result::Result<Architecture, String> {
+    let known = || ARCHITECTURES.map(|architecture| architecture.to_string()).join(", ");
+    let found = ARCHITECTURES.into_iter().find(|architecture| architecture.to_string() == text);
+    found.ok_or_else(|| format!("unknown architecture {text:?}: known are {}", known()))
+}
+
+/// Runs the command.
+pub fn execute(args: Args) -> Result<ExitStatus> {
+    let plan = prove(&super::read(&args.file)?, Memory::Device)?;
+    let packets = kind(args.packets);
+    let kernel = PlanKernel::new(&plan, args.dtype, packets, args.multiprocessors)?;
+    if args.source {
+        let program = kernel.program(args.arch);
+        writeln!(stdout(), "// Compiled with: {}\n{}", program.options().join(" "), program.source())?;
+        return Ok(SUCCESS);
+    }
+    let nvrtc = Nvrtc::load()?;
+    let start = Instant::now();
+    let needs = kernel.compile(nvrtc, args.arch)?;
+    let seconds = start.elapsed().as_secs_f64();
+    let plan = plan.plan();
+    let blocks = plan.gpus.iter().map(|gpu| gpu.threadblocks.len()).max().unwrap_or(0);
+    let name = escaped(plan.name.as_deref().unwrap_or_default());
+    let line = |what: &str, text: String| writeln!(stdout(), "{what:12} {text}");
+    line("plan", format!("{name}, {} ranks", plan.num_ranks()))?;
+    line("kernel", format!("interpreter, {}, packets {}, {}", args.dtype, packets.name(), args.arch))?;
+    let (threads, each) = (kernel.threads(), kernel.blocks_per_multiprocessor());
+    line(
+        "blocks",
+        format!("{blocks} of {threads} threads, {each} on each of {} multiprocessors", args.multiprocessors),
+    )?;
+    match needs {
+        Some(needs) => {
+            let [stores, loads] = needs.spilled_bytes;
+            line("registers", format!("{} of {}", needs.registers, kernel.most_registers()))?;
+            line(
+                "spills",
+                format!("{stores} bytes stored, {loads} loaded; {} bytes of stack", needs.stack_bytes),
+            )?;
+        }
+        None => line("registers", "the compiler does not say".into())?,
+    }
+    line("compiled in", format!("{seconds:.2} s, by NVRTC {}", nvrtc.version()))?;
+    Ok(SUCCESS)
+}

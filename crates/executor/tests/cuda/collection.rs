@@ -1,0 +1,101 @@
+//! Which plan of a collection does a call.
+
+use antiphon_device::cuda::DeviceMemory;
+use antiphon_executor::{
+    ExecutorError,
+    cuda::{AlgorithmCollection, CudaOptions},
+};
+use antiphon_language::library::{Setting, find};
+use antiphon_plan::{ReduceOp, verify::VerifiedPlan};
+use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+
+use crate::harness::{Outcome, Rank, on_gpus, proved};
+
+fn plan(name: &str, ranks: u32, op: ReduceOp, most: u64) -> VerifiedPlan {
+    let mut setting = Setting { op, ..Setting::new(ranks) };
+    setting.options.max_message_size = most;
+    proved(find(name).unwrap().plan(&setting).unwrap())
+}
+
+/// What a call on a rank's number and 10 more has as its first and its last element.
+fn called(rank: &Rank, plans: &AlgorithmCollection, collective: &str, count: usize) -> Outcome<[f32; 2]> {
+    let [input, output] = [0, 1].map(|_| DeviceMemory::allocate(&rank.context, count * 4));
+    let (input, output) = (input?, output?);
+    let mine = vec![rank.comm.rank() as f32 + 10.0; count];
+    input.write(&rank.stream, 0, TensorView::from(&mine[..]).as_bytes()?)?;
+    let at = |memory: &DeviceMemory| memory.pointer().0 as usize as *mut u8;
+    let device = Device::Cuda(rank.context.device().ordinal());
+    // SAFETY: the memory lives until `read` has waited for the stream.
+    unsafe {
+        let input = TensorView::from_raw_parts(at(&input), DType::F32, &[count], None, device)?;
+        let output = TensorViewMut::from_raw_parts(at(&output), DType::F32, &[count], None, device)?;
+        plans.execute(collective, input, output, &rank.stream)?;
+    }
+    let mut got = vec![0f32; count];
+    output.read(&rank.stream, 0, TensorViewMut::from(&mut got[..]).as_mut_bytes()?)?;
+    plans.check()?;
+    Ok([got[0], got[count - 1]])
+}
+
+fn the_first_that_serves(world_size: usize) {
+    let ranks = world_size as u32;
+    // They differ in what they compute, so that results tell which was executed.
+    let small = plan("packet-all-reduce", ranks, ReduceOp::Max, 4096);
+    let large = plan("two-shot-all-reduce", ranks, ReduceOp::Sum, u64::MAX);
+    let same = plan("one-shot-all-reduce", ranks, ReduceOp::Min, u64::MAX);
+    let gather = plan("ring-all-gather", ranks, ReduceOp::Sum, u64::MAX);
+    on_gpus(world_size, |rank| {
+        let (comm, context) = (&rank.comm, &rank.context);
+        let mut plans = AlgorithmCollection::new(comm);
+        let none = plans.prepare(comm, "allreduce", DType::F32, 64).unwrap_err();
+        assert!(matches!(&none, ExecutorError::NoPlan { known, .. } if known == "there are none"), "{none}");
+        for (plan, dtypes) in
+            [(&gather, &[][..]), (&small, &[]), (&large, &[DType::F32]), (&same, &[DType::F32])]
+        {
+            plans.add(comm, context, plan, dtypes, CudaOptions::default())?;
+        }
+        let [few, many] = [64 * world_size, 1024 * world_size];
+        let unprepared = called(rank, &plans, "allreduce", few).unwrap_err();
+        assert!(unprepared.to_string().contains("\"packet-all-reduce\" was not prepared"), "{unprepared}");
+        for count in [few, many] {
+            plans.prepare(comm, "allreduce", DType::F32, 4 * count)?;
+        }
+        let (greatest, sum) = ((world_size + 9) as f32, (world_size * (world_size + 19) / 2) as f32);
+        assert_eq!(called(rank, &plans, "allreduce", few)?, [greatest; 2]);
+        assert_eq!(called(rank, &plans, "allreduce", many)?, [sum; 2]);
+
+        let explained = plans.explain("allreduce", DType::F32, 4 * many);
+        let why_not: Vec<_> =
+            explained.iter().map(|each| each.why_not.as_deref().unwrap_or("chosen")).collect();
+        assert_eq!(why_not[0], "it does allgather");
+        assert!(why_not[1].contains("4096"), "{why_not:?}");
+        assert_eq!(why_not[2..], ["chosen", "\"two-shot-all-reduce\" was added before it"]);
+        let none = plans.prepare(comm, "allreduce", DType::BF16, 4 * many).unwrap_err();
+        let ExecutorError::NoPlan { known, world_size: all, .. } = &none else { panic!("{none:?}") };
+        assert_eq!(*all, world_size);
+        assert!(known.contains("\"two-shot-all-reduce\": it was added for f32"), "{known}");
+        let none = called(rank, &plans, "broadcast", few).unwrap_err();
+        assert!(none.to_string().contains("no plan serves broadcast"), "{none}");
+        Ok(())
+    });
+}
+
+#[test]
+fn the_first_that_serves_a_call_does_it_on_2() {
+    the_first_that_serves(2);
+}
+
+#[test]
+fn the_first_that_serves_a_call_does_it_on_3() {
+    the_first_that_serves(3);
+}
+
+#[test]
+fn the_first_that_serves_a_call_does_it_on_4() {
+    the_first_that_serves(4);
+}
+
+#[test]
+fn the_first_that_serves_a_call_does_it_on_8() {
+    the_first_that_serves(8);
+}
