@@ -9,6 +9,7 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from antiphon.lowering import Options
 from functorch.compile import make_boxed_func
+from ports import free_port
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import compile_fx
@@ -78,7 +79,7 @@ class Group:
     ranks share one, the group is ours."""
 
     def __init__(self, comm: Comm, device: Device = Device("cpu")) -> None:
-        port = comm.exchange_objects(_free_port() if comm.rank == 0 else None)[0]
+        port = comm.exchange_objects(free_port() if comm.rank == 0 else None)[0]
         has_gpus = torch.cuda.device_count() >= comm.world_size
         backend = "gloo" if device.type == "cpu" else "nccl" if has_gpus else "antiphon"
         dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=comm.rank, world_size=comm.world_size)
@@ -90,14 +91,6 @@ class Group:
     def __exit__(self, *_: object) -> None:
         antiphon.lowering.detach()
         dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def compiled(block: Callable[..., object], dynamic: bool = False, **options: object) -> Callable[..., object]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import antiphon
+from ports import free_port
 
 #: Seconds until a test's world counts as stuck. Importing torch in every process takes a few on a busy machine, and ranks that share
 #: a GPU take turns on it.
@@ -71,13 +72,13 @@ def processes(
             "WORLD_SIZE": world_size,
             "LOCAL_WORLD_SIZE": world_size,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": _free_port() if rank == 0 else place["MASTER_PORT"],
+            "MASTER_PORT": free_port() if rank == 0 else place["MASTER_PORT"],
             "TORCHELASTIC_RUN_ID": name,
             "ANTIPHON_TIMEOUT": timeout,
             "OMP_NUM_THREADS": 1,
         }
         if nodes is not None:
-            port = _free_port() if rank == 0 else port
+            port = free_port() if rank == 0 else port
             place |= {"ANTIPHON_NODE": nodes[rank], "ANTIPHON_PORT": port, "ANTIPHON_SECRET": name}
             place |= {"LOCAL_WORLD_SIZE": nodes.count(nodes[rank])}
         process = context.Process(target=_rank_main, args=(place, sender, body, arguments), daemon=True)
@@ -113,9 +114,3 @@ def _result(rank: int, process: Any, receiver: Any) -> Any:
     return result
 
 
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

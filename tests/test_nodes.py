@@ -1,7 +1,6 @@
 """Ranks on several nodes: processes of this machine that are told so, between which UCX carries messages."""
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +16,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from ports import free_port
 from torch.nn.parallel import DistributedDataParallel
 
 LAYOUTS = [["a", "b"], ["a", "a", "b", "b"], ["a", "b", "b"], ["a", "b", "a", "b"]]
@@ -121,25 +121,12 @@ PROGRAM = """
 """
 
 
-def ports() -> int:
-    """A port that is free, and so is the one behind it, at which ranks meet."""
-    while True:
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-            try:
-                two.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
-
-
 @pytest.mark.parametrize("launcher", ["antiphon run", "torchrun"])
 def test_launchers_of_two_nodes_make_one_world(launcher: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     module = {"antiphon run": ["antiphon", "run"], "torchrun": ["torch.distributed.run"]}[launcher]
-    options = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(ports())]
+    options = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     environment = os.environ | {"ANTIPHON_SECRET": "of the test", "ANTIPHON_PYTHON": sys.executable}
     started = [
         subprocess.Popen(

@@ -11,7 +11,7 @@ use antiphon_fabric::{
     error::Loss,
     rendezvous::{Address, RendezvousError, Secret, Ticket},
 };
-use antiphon_testing::{Need, need};
+use antiphon_testing::{Need, free_port, need};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Pairs, uneven nodes, ranks that are not neighbours, a node each.
@@ -190,8 +190,12 @@ fn what_was_lost_with_the_rank_that_takes_it_is_not_waited_for() {
     let (sender, receiver) = std::sync::mpsc::channel();
     let share = |network: &Network| sender.send(network.clone()).unwrap();
     let receiver = Mutex::new(receiver);
+    let all = Barrier::new(4);
     let ends = LocalWorld::run_on_nodes(&["a", "b", "b", "a"], TIMEOUT, share, |comm| {
-        comm.barrier()?;
+        // Every rank has what the barrier posted before anything is cut.
+        let begun = comm.barrier();
+        all.wait();
+        begun?;
         if comm.rank() == 3 {
             receiver.lock().unwrap().recv().unwrap().cut(2, 3);
         }
@@ -421,7 +425,7 @@ fn ucx_carries_what_passes_between_nodes() {
         return;
     }
     for nodes in LAYOUTS {
-        let (world, port, board) = (nodes.len(), port("127.0.0.1"), Blackboard::of(nodes.len()));
+        let (world, port, board) = (nodes.len(), free_port(), Blackboard::of(nodes.len()));
         for by_exchange in [false, true] {
             let join = |rank: usize| {
                 let builder = Communicator::builder().node(nodes[rank]).timeout(TIMEOUT);
@@ -451,11 +455,6 @@ fn ucx_carries_what_passes_between_nodes() {
     }
 }
 
-/// A port that was free just now.
-fn port(host: &str) -> u16 {
-    std::net::TcpListener::bind((host, 0)).unwrap().local_addr().unwrap().port()
-}
-
 fn ticket(host: &str, port: u16, secret: &str) -> Ticket {
     Ticket { address: Address::Tcp { host: host.into(), port }, secret: Secret::new(secret) }
 }
@@ -463,7 +462,7 @@ fn ticket(host: &str, port: u16, secret: &str) -> Ticket {
 #[test]
 fn ranks_meet_over_tcp_whoever_else_connects() {
     for host in ["127.0.0.1", "::1"] {
-        let port = port(host);
+        let port = free_port();
         let results = std::thread::scope(|scope| {
             let join = |rank: usize, secret: &'static str, timeout: f64| {
                 scope.spawn(move || {
@@ -503,13 +502,13 @@ fn ranks_that_never_come_are_named() {
     let error = Communicator::builder()
         .node("a")
         .timeout(Duration::from_millis(300))
-        .with_ticket(0, 2, &ticket("127.0.0.1", port("127.0.0.1"), "s"))
+        .with_ticket(0, 2, &ticket("127.0.0.1", free_port(), "s"))
         .unwrap_err();
     assert!(error.to_string().contains("ranks [1] never arrived"), "{error}");
     let error = Communicator::builder()
         .node("a")
         .timeout(Duration::from_millis(300))
-        .with_ticket(1, 2, &ticket("127.0.0.1", port("127.0.0.1"), "s"))
+        .with_ticket(1, 2, &ticket("127.0.0.1", free_port(), "s"))
         .unwrap_err();
     assert!(error.to_string().contains("ranks [0] never arrived"), "{error}");
 }

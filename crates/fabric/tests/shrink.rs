@@ -133,7 +133,7 @@ fn has_ucx() -> bool {
 
 /// A world of processes on these nodes of one machine, which meet over TCP.
 fn on_nodes(nodes: &[&str], role: &str) -> World {
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = antiphon_testing::free_port();
     let command = |rank: usize, program: &Path| {
         let mut command = Command::new(program);
         command

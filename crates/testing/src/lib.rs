@@ -22,15 +22,19 @@
 //!
 //! [`Machines`] are two network namespaces with a link between them, in which processes run as on two machines.
 //!
+//! [`free_port`] is where ranks of a test meet over TCP.
+//!
 //! [`Taken`] counts the allocations and the locks of calls, so that the documentation's numbers are tested.
 #![cfg(not(loom))] // no test of a model needs anything
 
 mod found;
 mod machines;
+mod port;
 mod record;
 mod taken;
 
 pub use found::{disassembler, gpus, is_emulated, link, nccl, nvrtc, packages, program, root, sized};
 pub use machines::Machines;
+pub use port::free_port;
 pub use record::{Need, need};
 pub use taken::{CountingAllocator, Taken, allocations, frees};
