@@ -21,7 +21,10 @@ pub fn free_port() -> u16 {
         TcpListener::bind((Ipv4Addr::UNSPECIFIED, *port)).is_ok()
             && !matches!(TcpListener::bind((Ipv6Addr::UNSPECIFIED, *port)), Err(e) if e.kind() == std::io::ErrorKind::AddrInUse)
     };
-    std::iter::repeat_with(candidate).take(usize::from(PORTS)).find(is_free).expect("a port at which nothing listens")
+    std::iter::repeat_with(candidate)
+        .take(usize::from(PORTS))
+        .find(is_free)
+        .expect("a port at which nothing listens")
 }
 
 #[cfg(test)]
