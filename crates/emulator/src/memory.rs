@@ -146,24 +146,37 @@ pub(crate) fn region_of(address: u64) -> Option<Region> {
     (address < base + region.len as u64).then(|| region.clone())
 }
 
+/// Addresses without memory on either side of a range: more than a slot of any tenant, so that a kernel that computes the place of a slot
+/// wrongly ends the process, as a GPU would report an illegal address.
+const GUARD: usize = 256 << 20;
+
+/// Addresses between two guards.
 fn reserve_range(len: usize, alignment: usize) -> Result<usize, Code> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    let whole = len + 2 * GUARD + alignment;
     // SAFETY: a new range.
-    let range = unsafe { libc::mmap(ptr::null_mut(), len + alignment, libc::PROT_NONE, flags, -1, 0) };
+    let range = unsafe { libc::mmap(ptr::null_mut(), whole, libc::PROT_NONE, flags, -1, 0) };
     if range == libc::MAP_FAILED {
         return Err(Code::OUT_OF_MEMORY);
     }
-    let (start, at) = (range as usize, (range as usize).next_multiple_of(alignment));
+    let at = (range as usize + GUARD).next_multiple_of(alignment);
+    let (before, behind) = (at - GUARD - range as usize, at + len + GUARD);
     // SAFETY: the parts that are not needed.
     unsafe {
-        if at > start {
-            libc::munmap(range, at - start);
+        if before > 0 {
+            libc::munmap(range, before);
         }
-        if start + alignment > at {
-            libc::munmap((at + len) as *mut _, start + alignment - at);
+        if range as usize + whole > behind {
+            libc::munmap(behind as *mut _, range as usize + whole - behind);
         }
     }
     Ok(at)
+}
+
+/// Gives back addresses of [`reserve_range`], and the guards.
+fn release_range(at: usize, len: usize) {
+    // SAFETY: reserved together.
+    unsafe { libc::munmap((at - GUARD) as *mut _, len + 2 * GUARD) };
 }
 
 /// Memory that ends where its pages end, so that an access behind it fails.
@@ -173,7 +186,7 @@ pub(crate) fn allocate(device: usize, len: usize, kind: Kind) -> Result<u64, Cod
     }
     let pages = len.next_multiple_of(PAGE);
     let physical = Physical::create(pages)?;
-    let start = reserve_range(pages + PAGE, PAGE)?;
+    let start = reserve_range(pages, PAGE)?;
     physical.map_at(start as *mut _)?;
     let offset = pages - len.next_multiple_of(256);
     let base = (start + offset) as u64;
@@ -181,7 +194,7 @@ pub(crate) fn allocate(device: usize, len: usize, kind: Kind) -> Result<u64, Cod
         // SAFETY: just mapped. Its values are unspecified, and these are unlikely to be right by chance.
         unsafe { ptr::write_bytes(base as *mut u8, 0xA7, len) };
     }
-    let range = (start, pages + PAGE);
+    let range = (start, pages);
     let region = Region { base, len, device, kind, physical: Some(physical), range, offset };
     lock(&REGIONS).insert(base, region);
     Ok(base)
@@ -193,8 +206,7 @@ pub(crate) fn free(base: u64) -> Result<(), Code> {
     if races::is_on() {
         shadow::unmap(region.range.0, region.range.1);
     }
-    // SAFETY: reserved for this region.
-    unsafe { libc::munmap(region.range.0 as *mut _, region.range.1) };
+    release_range(region.range.0, region.range.1);
     Ok(())
 }
 
@@ -285,8 +297,7 @@ pub(crate) fn reserve(len: usize) -> Result<u64, Code> {
 }
 
 pub(crate) fn unreserve(address: u64, len: usize) {
-    // SAFETY: reserved before.
-    unsafe { libc::munmap(address as *mut _, len) };
+    release_range(address as usize, len);
 }
 
 pub(crate) fn map(device: usize, address: u64, len: usize, number: u64) -> Result<(), Code> {
@@ -311,4 +322,36 @@ pub(crate) fn unmap(address: u64, len: usize) -> Result<(), Code> {
     // SAFETY: keeps the addresses reserved.
     unsafe { libc::mmap(address as *mut _, len, libc::PROT_NONE, flags, -1, 0) };
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whether every byte of the range is reserved and can't be accessed.
+    fn is_guard(from: usize, to: usize) -> bool {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let hex = |text: &str| usize::from_str_radix(text, 16).unwrap();
+        let mut at = from;
+        for line in maps.lines() {
+            let (range, rest) = line.split_once(' ').unwrap();
+            let (start, end) = range.split_once('-').unwrap();
+            if (hex(start)..hex(end)).contains(&at) && rest.starts_with("---p") {
+                at = hex(end);
+            }
+        }
+        at >= to
+    }
+
+    #[test]
+    fn no_memory_lies_close_to_a_range() {
+        let plain = allocate(0, 100_000, Kind::Plain).unwrap();
+        let (start, len) = region_of(plain).unwrap().range;
+        assert!(is_guard(start - GUARD, start) && is_guard(start + len, start + len + GUARD));
+        let reserved = reserve(3 * GRANULARITY).unwrap() as usize;
+        assert_eq!(reserved % GRANULARITY, 0);
+        assert!(is_guard(reserved - GUARD, reserved + 3 * GRANULARITY + GUARD));
+        free(plain).unwrap();
+        unreserve(reserved as u64, 3 * GRANULARITY);
+    }
 }
