@@ -42,10 +42,9 @@ class RawGpuBuffer:
 
     def device_id(self) -> int:
         """The number of the GPU; -1 on the host."""
-        device = getattr(self._memory, "device", None)
         if _library(self._memory) == "cupy":
             return int(self._memory.device.id)
-        return int(device.index) if getattr(device, "type", "cpu") == "cuda" else -1
+        return int(self._memory.get_device()) if _library(self._memory) == "torch" else -1
 
     def to_dlpack(self, data_type: str, shape: Sequence[int] = (), strides: Sequence[int] = ()) -> "CapsuleType":
         """A DLPack capsule of the memory, which it keeps, for ``torch.utils.dlpack.from_dlpack`` and the like: as elements of
@@ -125,7 +124,7 @@ def _capsule(memory: Any, name: str, size: int, shape: list[int], strides: list[
         import torch
 
         elements = memory[: memory.numel() // size * size].view(getattr(torch, name))
-        capsule: CapsuleType = torch.utils.dlpack.to_dlpack(elements.as_strided(shape, strides))
+        capsule: CapsuleType = elements.as_strided(shape, strides).__dlpack__()
         return capsule
     if name == "bfloat16" or name.startswith("float8"):
         text = f"NumPy and CuPy have no {name}: import torch before the buffer is made"

@@ -28,8 +28,10 @@ _ASKED, _OF_DEVICE = (2, 9), 2
 
 def whole(call: str, name: str, value: Any, least: int = 0) -> int:
     """An integer of at least ``least`` that fits 64 bits. ``TypeError`` for what is none, ``ValueError`` for another one."""
+    if isinstance(value, bool):
+        raise TypeError(f"{call}: {name} must be an integer, not bool")
     try:
-        number = index(None if isinstance(value, bool) else value)
+        number = index(value)
     except TypeError:
         raise TypeError(f"{call}: {name} must be an integer, not {type(value).__name__}") from None
     if not least <= number < 2**64:
