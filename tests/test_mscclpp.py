@@ -246,22 +246,39 @@ def test_arguments_that_are_wrong(tmp_path: Path) -> None:
 
 
 def test_memory_must_be_there_and_writable() -> None:
-    from antiphon.mscclpp._memory import Span
+    from antiphon.mscclpp._memory import Span, _maps
 
-    page = mmap.PAGESIZE
-    with mmap.mmap(-1, 4 * page) as memory:
-        at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        span = Span("call", "here", at, 4 * page, "float32", 4, writes=True)
-        assert (span.device, span.place, span.__dlpack_device__()) == (None, "the host", (1, 0))
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.mmap.restype = ctypes.c_void_p
-    fresh = libc.mmap(None, ctypes.c_size_t(3 * page), mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, ctypes.c_long(0))
-    try:
-        Span("call", "read", fresh, 3 * page, "uint8", 1, writes=False)
-        with pytest.raises(ValueError, match=f"call: out: the 8 bytes at {fresh:#x} are not writable memory of this process"):
-            Span("call", "out", fresh, 8, "uint8", 1, writes=True)
-    finally:
-        libc.munmap(ctypes.c_void_p(fresh), ctypes.c_size_t(3 * page))
+    libc, page = ctypes.CDLL(None), mmap.PAGESIZE
+    libc.mmap.restype = ctypes.c_void_p
+
+    def mapped(rights: int) -> int:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        at: int = libc.mmap(None, ctypes.c_size_t(4 * page), rights, flags, -1, ctypes.c_long(0))
+        return at
+
+    def span(at: int, size: int, writes: bool) -> Span:
+        return Span("call", "here", at, size, "uint8", 1, writes, None)
+
+    def unmap(at: int, size: int) -> None:
+        libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(size))
+
+    both = mapped(mmap.PROT_READ | mmap.PROT_WRITE)
+    whole = span(both, 4 * page, True)
+    assert (whole.device, whole.place, whole.__dlpack_device__()) == (None, "the host", (1, 0))
+    unmap(both + 2 * page, page)
+    span(both + 1, 2 * page - 1, True)
+    for at, size in (both, 2 * page + 1), (both + 2 * page, 8), (both + 3 * page - 1, 2), (both, 4 * page):
+        for writes, what in (True, "writable memory"), (False, "memory"):
+            with pytest.raises(ValueError, match=f"call: here: the {size} bytes at {at:#x} are not {what} of this process"):
+                span(at, size, writes)
+    _maps._ranges.clear()
+    only_read, nothing = mapped(mmap.PROT_READ), mapped(0)
+    span(only_read, 4 * page, False)
+    for at, writes in (only_read, True), (nothing, False), (nothing, True):
+        with pytest.raises(ValueError, match="memory of this process"):
+            span(at, 8, writes)
+    for at, size in (both, 2 * page), (both + 3 * page, page), (only_read, 4 * page), (nothing, 4 * page):
+        unmap(at, size)
 
 
 def test_an_executor_is_of_a_communicator() -> None:
@@ -272,14 +289,14 @@ def test_an_executor_is_of_a_communicator() -> None:
 def test_plans_that_are_none(tmp_path: Path) -> None:
     good = file(tmp_path, "two-shot-all-reduce", 2)
     plan = mscclpp.ExecutionPlan(good, 1)
-    assert (plan.name, plan.collective, plan.rank, plan.inplace) == ("two_shot_all_reduce", "allreduce", 1, False)
+    assert (plan.name, plan.collective, plan.rank, plan.inplace) == ("two-shot-all-reduce", "allreduce", 1, False)
     assert (plan.min_message_size, plan.max_message_size) == (0, 2**64 - 1)
-    assert repr(plan) == "<ExecutionPlan 'two_shot_all_reduce': allreduce, rank 1>"
+    assert repr(plan) == "<ExecutionPlan 'two-shot-all-reduce': allreduce, rank 1>"
     with pytest.raises(FileNotFoundError):
         mscclpp.ExecutionPlan(tmp_path / "nowhere.json", 0)
     with pytest.raises(TypeError, match="planPath must be the path of a file, not dict"):
         mscclpp.ExecutionPlan({}, 0)  # type: ignore[arg-type]
-    for rank, error, said in (2, ValueError, "rank 2 of plan 'two_.*for 2 ranks"), (-1, ValueError, "-1"), ("0", TypeError, "str"):
+    for rank, error, said in (2, ValueError, "rank 2 of plan 'two-.*for 2 ranks"), (-1, ValueError, "-1"), ("0", TypeError, "str"):
         with pytest.raises(error, match=said):
             mscclpp.ExecutionPlan(good, rank)  # type: ignore[arg-type]
     texts = ["", "[]", "{}", "null", '{"collective": "x", "gpus": [{}]}', '{"collective": "x", "gpus": 3}', "[" * 100_000, "\xff"]
@@ -519,7 +536,7 @@ def test_an_algorithm_of_a_file(tmp_path: Path) -> None:
     plan = mscclpp.ExecutionPlan(file(tmp_path, "direct-all-gather", 2), 0)
     algo = mscclpp.Algorithm("mine", plan)
     assert (algo.id, algo.tags, algo.constraint) == ("mine", {}, mscclpp.Algorithm.Constraint(0, 0))
-    with pytest.raises(TypeError, match="set_message_size_range\\(1, 2\\): plan 'direct_all_gather' has 0 and 18446744073709551615"):
+    with pytest.raises(TypeError, match="set_message_size_range\\(1, 2\\): plan 'direct-all-gather' has 0 and 18446744073709551615"):
         algo.set_message_size_range(1, 2)
     with pytest.raises(TypeError, match="execution_plan must be of mscclpp.ExecutionPlan, not NoneType"):
         mscclpp.Algorithm("mine")
@@ -770,7 +787,7 @@ SCRIPT = """
 def test_a_script_runs_unchanged(peers: tuple[str, ...], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    (tmp_path / "plan.json").write_text(library.build("packet-all-gather", 2))
+    (tmp_path / "plan.json").write_text(library.build("direct-all-gather", 2))
     command = [sys.executable, "-m", "antiphon.compat", "run", *peers, str(script), str(tmp_path), str(free_port())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
@@ -832,7 +849,7 @@ def test_a_peer_within_a_peer(imported: bool, installed: list[str], removed: lis
 def test_modules_that_are_not_served_are_listed() -> None:
     compat.install("mscclpp")
     try:
-        with pytest.raises(ImportError, match="not serve the module mscclpp._mscclpp yet; it serves mscclpp, .*mscclpp.utils"):
+        with pytest.raises(ImportError, match="not serve the module mscclpp._mscclpp yet; it serves mscclpp.utils, mscclpp, "):
             importlib.import_module("mscclpp._mscclpp")
         served = importlib.import_module("mscclpp.ext")
         assert served is importlib.import_module("antiphon.mscclpp.ext")

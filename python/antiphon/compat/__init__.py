@@ -121,25 +121,34 @@ def _known(peers: Sequence[str]) -> Sequence[str]:
 
 
 def _take(name: str) -> dict[str, ModuleType]:
-    """Takes a module and its submodules out of those that are imported, but those of a peer that is served."""
-    taken = [each for each in sys.modules if _is_within(each, name) and _finder.peer_of(each) is None]
+    """Takes a module and its submodules out of those that are imported. Gives them, but those of a peer that is served."""
+    taken = {each: sys.modules.pop(each) for each in list(sys.modules) if _is_within(each, name)}
     for each in taken:
-        parent, _, child = each.rpartition(".")
-        if parent not in taken and parent in sys.modules:
-            vars(sys.modules[parent]).pop(child, None)
-    return {each: sys.modules.pop(each) for each in taken}
+        _bind(each)
+    return {each: module for each, module in taken.items() if _finder.peer_of(each) is None}
 
 
 def _put_back(modules: dict[str, ModuleType]) -> None:
     """Puts modules where they were, or, under the name of a peer that is still served, to what that hides."""
     for name, module in modules.items():
-        if (peer := _finder.peer_of(name)) is not None:
-            _finder.hidden[peer][name] = module
-            continue
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent not in modules and parent in sys.modules:
-            setattr(sys.modules[parent], child, module)
+        peer = _finder.peer_of(name)
+        (sys.modules if peer is None else _finder.hidden[peer])[name] = module
+    for name in *modules, *_finder.hidden:
+        _bind(name)
+
+
+def _bind(name: str) -> None:
+    """Makes what a package has under a module's name agree with ``sys.modules``, unless it is no module."""
+    parent, _, child = name.rpartition(".")
+    if parent not in sys.modules:
+        return
+    contents = vars(sys.modules[parent])
+    if not isinstance(contents.get(child), (ModuleType, type(None))):
+        return
+    if name in sys.modules:
+        contents[child] = sys.modules[name]
+    else:
+        contents.pop(child, None)
 
 
 class _Finder(MetaPathFinder, Loader):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from antiphon import Communicator, Plan
 from antiphon.mscclpp._enums import DataType, PacketType
-from antiphon.mscclpp._memory import Span, whole
+from antiphon.mscclpp._memory import Span, cuda_driver, whole
 
 __all__ = ["ExecutionPlan", "Executor"]
 
@@ -114,16 +114,17 @@ class Executor:
             raise ValueError(f"execute: rank is {rank}, and this is rank {self._comm.rank} of {self._comm.world_size}")
         if plan.rank != self._comm.rank:
             raise ValueError(f"execute: {plan!r} was made for rank {plan.rank}, and this is rank {self._comm.rank}")
-        dtype, size = _elements(data_type, plan), data_type.itemsize
-        send = Span("execute", "send_buff", send_buff, send_buff_size, dtype, size, writes=False)
-        recv = Span("execute", "recv_buff", recv_buff, recv_buff_size, dtype, size, writes=True)
+        dtype, size, driver = _elements(data_type, plan), data_type.itemsize, cuda_driver()
+        send = Span("execute", "send_buff", send_buff, send_buff_size, dtype, size, False, driver)
+        recv = Span("execute", "recv_buff", recv_buff, recv_buff_size, dtype, size, True, driver)
         if send.device != recv.device:
             raise ValueError(f"execute: send_buff is on {send.place}, and recv_buff on {recv.place}")
         stream = whole("execute", "stream", stream)
         if send.device is None and stream:
             raise ValueError(f"execute: the buffers are on the host, which has no stream {stream:#x}")
         if send.overlaps(recv):
-            send = recv = self._in_place(send, recv, plan)
+            both = self._in_place(send, recv, plan)
+            send = recv = Span("execute", both.name, both.address, both.num_bytes, dtype, size, True, driver)
         loaded = self._load(plan, send.device, packet_type)
         loaded.execute(send, recv, stream=None if send.device is None else stream)
 

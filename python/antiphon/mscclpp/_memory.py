@@ -1,10 +1,11 @@
 """Memory at raw addresses, as MSCCL++'s executor takes it, and new memory where the program has its tensors.
 
 An address says nothing of itself: whether it is of the host or of a GPU is asked of the CUDA driver, if this process has loaded it, and
-host memory must be mapped, so that a wrong number is an error and no crash. That the memory stays is the caller's affair.
+host memory must be mapped, so that a wrong number is an error and no crash. That the memory stays while it is used is up to the caller.
 """
 
 import ctypes
+import mmap
 import os
 import sys
 from bisect import bisect_right
@@ -16,10 +17,12 @@ from antiphon._core import strided_memory
 if TYPE_CHECKING:
     from typing_extensions import CapsuleType
 
-__all__ = ["Span", "new_bytes", "whole"]
+__all__ = ["Span", "cuda_driver", "new_bytes", "used_cupy", "whole"]
 
 #: Device types of DLPack.
 _CPU, _CUDA = 1, 2
+#: Of ``msync``.
+_MS_ASYNC = 1
 #: What the driver answers to a process that does not use it (any more), and for an address that is none of its contexts'.
 _NOT_CUDA = (3, 4, 201)
 #: ``CU_POINTER_ATTRIBUTE_MEMORY_TYPE`` and ``..._DEVICE_ORDINAL``; the type that means a device.
@@ -43,11 +46,21 @@ def whole(call: str, name: str, value: Any, least: int = 0) -> int:
 class Span:
     """Bytes at an address, of the host or of a GPU, for whoever reads DLPack: as elements of ``dtype``, in one row.
 
-    ``name`` and ``call`` are for errors. ``TypeError`` for what are no integers; ``ValueError`` with the numbers for no whole number of
+    ``name`` and ``call`` are for errors, and ``driver`` is :func:`cuda_driver`. ``TypeError`` for what are no integers; ``ValueError`` with the numbers for no whole number of
     elements, none, and what is not memory, or not writable although ``writes``.
     """
 
-    def __init__(self, call: str, name: str, address: Any, num_bytes: Any, dtype: str, itemsize: int, writes: bool) -> None:
+    def __init__(
+        self,
+        call: str,
+        name: str,
+        address: Any,
+        num_bytes: Any,
+        dtype: str,
+        itemsize: int,
+        writes: bool,
+        driver: ctypes.CDLL | None,
+    ) -> None:
         self.name, self.dtype = name, dtype
         self.address = whole(call, name, address, 1)
         self.num_bytes = whole(call, f"{name}_size", num_bytes, 1)
@@ -56,10 +69,13 @@ class Span:
         if self.address % itemsize:
             raise ValueError(f"{call}: {name} is {self.address:#x}, no address of elements of {itemsize} bytes ({dtype})")
         self.end = self.address + self.num_bytes
-        first, last = (_device_of(at) if at < 2**64 else None for at in (self.address, self.end - 1))
         #: The number of the GPU; none on the host.
-        self.device = first
-        is_memory = first == last if first is not None or last is not None else _maps.have(self.address, self.end, writes)
+        self.device = _device_of(driver, self.address)
+        last = _device_of(driver, min(self.end, 2**64) - 1)
+        if self.device is None and last is None:
+            is_memory = _maps.have(self.address, self.end, writes)
+        else:
+            is_memory = self.device == last
         if not is_memory:
             what = "writable memory" if writes else "memory"
             raise ValueError(f"{call}: {name}: the {self.num_bytes} bytes at {self.address:#x} are not {what} of this process")
@@ -80,14 +96,21 @@ class Span:
 
 
 class _Maps:
-    """The memory of this process, as the kernel lists it: read anew for what is not in it."""
+    """The memory of this process. Whether it is there is asked each time; the rights are those that the kernel listed when it was last
+    asked for some that an address did not have."""
 
     def __init__(self) -> None:
         #: By whether it can be written: where ranges begin, and where they end, ascending.
         self._ranges: dict[bool, tuple[list[int], list[int]]] = {}
+        self._msync = ctypes.CDLL(None).msync
+        self._msync.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
     def have(self, start: int, end: int, writes: bool) -> bool:
         """Whether all bytes from ``start`` to ``end`` can be read, and written if ``writes``."""
+        page = start - start % mmap.PAGESIZE
+        # With this flag it does nothing on Linux but fail for a page that is not mapped.
+        if end >= 2**64 or self._msync(page, end - page, _MS_ASYNC):
+            return False
         if not self._known(start, end, writes):
             self._read()
         return self._known(start, end, writes)
@@ -117,7 +140,7 @@ _maps = _Maps()
 _loaded_driver: ctypes.CDLL | None = None
 
 
-def _driver() -> ctypes.CDLL | None:
+def cuda_driver() -> ctypes.CDLL | None:
     """The CUDA driver, if anything in this process has loaded it: without it no address is of a GPU."""
     global _loaded_driver
     if _loaded_driver is None:
@@ -128,9 +151,8 @@ def _driver() -> ctypes.CDLL | None:
     return _loaded_driver
 
 
-def _device_of(address: int) -> int | None:
+def _device_of(driver: ctypes.CDLL | None, address: int) -> int | None:
     """The GPU in whose memory an address is; none for the host's."""
-    driver = _driver()
     if driver is None:
         return None
     answers = (ctypes.c_uint64 * len(_ASKED))()
