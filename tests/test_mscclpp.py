@@ -1,6 +1,7 @@
 """``antiphon.mscclpp``: plans that execute on raw addresses, under MSCCL++'s names. On host memory."""
 
 import ctypes
+import functools
 import importlib
 import json
 import mmap
@@ -279,6 +280,58 @@ def test_memory_must_be_there_and_writable() -> None:
             span(at, 8, writes)
     for at, size in (both, 2 * page), (both + 3 * page, page), (only_read, 4 * page), (nothing, 4 * page):
         unmap(at, size)
+
+
+class Driver:
+    """What the CUDA driver says of addresses: which are of which GPU, which are of pinned memory, and what it fails with."""
+
+    def __init__(self, gpus: dict[range, int], pinned: range = range(0), code: int = 0) -> None:
+        self.gpus, self.pinned, self.code = gpus, pinned, code
+
+    def cuPointerGetAttributes(self, count: int, asked: Any, places: Any, address: Any) -> int:
+        device = next((gpu for place, gpu in self.gpus.items() if address.value in place), None)
+        answers = {2: 2 if device is not None else int(address.value in self.pinned), 9: device or 0}
+        for attribute, place in zip(asked, places):
+            ctypes.c_uint32.from_address(place).value = answers[attribute]
+        assert count == len(asked) == len(places)
+        return self.code
+
+
+def test_the_driver_says_whose_memory_it_is() -> None:
+    from antiphon.mscclpp._memory import Span
+
+    buffer = np.zeros(8, np.uint8)
+    at = buffer.ctypes.data
+    driver = Driver({range(4096, 8192): 3, range(8192, 9000): 2}, pinned=range(at, at + 8))
+
+    def span(address: int, size: int, driver: Any = driver) -> Span:
+        return Span("call", "here", address, size, "uint8", 1, True, driver)
+
+    of_gpu = span(5000, 3192)
+    assert (of_gpu.device, of_gpu.place, of_gpu.__dlpack_device__()) == (3, "cuda:3", (2, 3))
+    assert span(at, 8).device is None  # pinned
+    for start, size in (5000, 3193), (8192, 809), (4000, 200), (4095, 1):
+        with pytest.raises(ValueError, match=f"the {size} bytes at {start:#x} are not writable memory"):
+            span(start, size)
+    for code in 3, 4, 201:  # not, or no more initialised; of no context
+        assert span(at, 8, Driver({range(at, at + 8): 0}, code=code)).device is None
+    with pytest.raises(RuntimeError, match=f"does not say what is at {at:#x}: cuPointerGetAttributes gives 700"):
+        span(at, 8, Driver({}, code=700))
+
+
+def test_buffers_are_at_one_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path, x = file(tmp_path, "packet-all-reduce", 1), np.ones(16, np.float32)
+    comm = antiphon.init(rank=0, world_size=1, path="/nowhere")
+    driver = Driver({range(4096, 8192): 0, range(8192, 12288): 1})
+    monkeypatch.setattr("antiphon.mscclpp._executor.cuda_driver", lambda: driver)
+    execute = functools.partial(mscclpp.Executor(comm).execute, data_type=DataType.float32, plan=mscclpp.ExecutionPlan(path, 0))
+    for send, recv, said in (
+        (x.ctypes.data, 4096, "send_buff is on the host, and recv_buff on cuda:0"),
+        (4096, x.ctypes.data, "send_buff is on cuda:0, and recv_buff on the host"),
+        (4096, 8192, "send_buff is on cuda:0, and recv_buff on cuda:1"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            execute(0, send, recv, 64, 64)
 
 
 def test_an_executor_is_of_a_communicator() -> None:
