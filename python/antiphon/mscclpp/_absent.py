@@ -22,7 +22,7 @@ class Absent:
         self._refuse()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python and other libraries ask whether there is such a thing
+        if name.startswith("_"):  # Python and other libraries ask whether there is such a thing
             raise AttributeError(name)
         self._refuse()
 

@@ -41,6 +41,7 @@ class ExecutionPlan:
             return entry
 
         try:
+            #: The JSON.
             self.text = data.decode()
             plan = json.loads(self.text, object_hook=seen)
             name, collective, gpus = plan.get("name"), plan["collective"], plan["gpus"]
@@ -102,12 +103,14 @@ class Executor:
         ``stream`` (a handle, 0 for the default stream) and returns; the memory must stay until the stream has passed it. The first call
         of a plan proves and loads it; the first of a size prepares it, and cannot be captured in a graph.
 
-        Raises ``ValueError`` with the numbers for another rank, addresses that are not memory of this process, memory that is too small for an
-        element or overlaps in part, sizes that the plan does not serve, a plan that is not proved, and a stream of the host;
-        ``TypeError`` for arguments of other types, and elements that cannot be reduced; ``NotImplementedError`` for
-        ``float8_e4m3b15``; ``RuntimeError``, ``TimeoutError`` and :class:`antiphon.PeerLostError` as :meth:`antiphon.Plan.execute`.
+        Raises ``ValueError`` with the numbers for another rank, addresses that are not memory of this process, memory that is no whole
+        number of elements or overlaps in part, sizes that the plan does not serve, a plan that is not proved, and a stream of the
+        host; ``TypeError`` for arguments of other types, and elements that cannot be reduced; ``NotImplementedError`` for
+        ``float8_e4m3b15``; ``RuntimeError``, ``TimeoutError`` and :class:`antiphon.PeerLostError` as
+        :meth:`antiphon.Plan.execute`.
         """
-        for name, value, kind in (("data_type", data_type, DataType), ("plan", plan, ExecutionPlan), ("packet_type", packet_type, PacketType)):
+        typed = ("data_type", data_type, DataType), ("plan", plan, ExecutionPlan), ("packet_type", packet_type, PacketType)
+        for name, value, kind in typed:
             if not isinstance(value, kind):
                 raise TypeError(f"execute: {name} must be of mscclpp.{kind.__name__}, not {type(value).__name__}")
         if whole("execute", "rank", rank) != self._comm.rank:

@@ -166,5 +166,6 @@ def _own_folder() -> str:
     os.makedirs(folder, mode=0o700, exist_ok=True)
     found = os.lstat(folder)
     if found.st_uid != user or found.st_mode & 0o7777 != 0o700 or os.path.islink(folder):
-        raise RuntimeError(f"CommGroup: {folder} must be a folder of this user alone (0700), but it is {found.st_mode:o} of user {found.st_uid}")
+        what = f"{found.st_mode:o} of user {found.st_uid}"
+        raise RuntimeError(f"CommGroup: {folder} must be a folder of this user alone (0700), but it is {what}")
     return folder

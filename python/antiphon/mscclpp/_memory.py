@@ -46,8 +46,8 @@ def whole(call: str, name: str, value: Any, least: int = 0) -> int:
 class Span:
     """Bytes at an address, of the host or of a GPU, for whoever reads DLPack: as elements of ``dtype``, in one row.
 
-    ``name`` and ``call`` are for errors, and ``driver`` is :func:`cuda_driver`. ``TypeError`` for what are no integers; ``ValueError`` with the numbers for no whole number of
-    elements, none, and what is not memory, or not writable although ``writes``.
+    ``name`` and ``call`` are for errors, and ``driver`` is :func:`cuda_driver`. ``TypeError`` for what are no integers;
+    ``ValueError`` with the numbers for no whole number of elements, none, and what is not memory, or not writable although ``writes``.
     """
 
     def __init__(
