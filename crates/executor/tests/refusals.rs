@@ -128,7 +128,7 @@ fn elements_without_arithmetic_are_moved_and_not_reduced() {
         // SAFETY: as above.
         unsafe { TensorViewMut::from_raw_parts(data, DType::U32, &shape, None, Device::Host) }.unwrap()
     }
-    let gather = proved(plans::get_all_gather(2, 1).unwrap());
+    let gather = proved(plans::ring_all_gather(2).unwrap());
     LocalWorld::run(2, |comm| {
         let (mut output, input) = ([0; 16], [u32::MAX - comm.rank() as u32; 8]);
         let mut plan = LoadedPlan::load(&comm, &gather, Options::default()).unwrap();
