@@ -15,6 +15,8 @@ import torch
 import antiphon
 import harness
 import ranks
+from antiphon.language import library
+from ports import free_port
 
 GUIDE = Path(__file__).resolve().parent.parent / "docs" / "guide"
 PAGE = (GUIDE / "python.md").read_text()
@@ -25,7 +27,7 @@ def programs(page: str) -> list[str]:
 
 
 HELLO, PENDING, LOSS, SHARED, PLAN, CUDA, COMPILED, GRADIENT, FUSED, BACKEND, PROFILED, GOING_ON = programs(PAGE)
-PEER, MIXED = programs((GUIDE / "compat.md").read_text())
+PEER, MIXED, MSCCLPP = programs((GUIDE / "compat.md").read_text())
 
 
 def test_the_first_program_prints_what_the_page_says(tmp_path: Path) -> None:
@@ -149,6 +151,20 @@ def mixed() -> bool:
 
 def test_the_mixed_calls_run() -> None:
     assert ranks.processes(4, mixed) == [True] * 4
+
+
+def test_the_executor_on_addresses_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "two_shot.json").write_text(library.build("two-shot-all-reduce", 2))
+    monkeypatch.chdir(tmp_path)
+    program = MSCCLPP.replace("50000", str(free_port()))
+
+    def body(comm: antiphon.Communicator) -> None:
+        names = {"rank": comm.rank, "x": torch.arange(8.0) + comm.rank, "out": torch.zeros(8)}
+        exec(program, names)
+        assert names["out"].tolist() == [2 * n + 1 for n in range(8)]
+        comm.barrier()
+
+    ranks.threads(2, body)
 
 
 def profiled_and_shrunk(folder: str) -> tuple[list[str], int]:

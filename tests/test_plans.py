@@ -113,6 +113,30 @@ def test_a_plan_that_works_in_place_does_so() -> None:
     ranks.threads(2, body)
 
 
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64, np.complex64, np.bool_])
+def test_elements_without_arithmetic_are_moved_and_not_reduced(dtype: Any) -> None:
+    gather, reduction = all_gather(), all_reduce()
+
+    def body(comm: antiphon.Communicator) -> None:
+        x = np.full(16, comm.rank, dtype)
+        assert comm.load_plan(gather).execute(x).tolist() == [*[dtype(0)] * 16, *[dtype(1)] * 16]
+        with pytest.raises(TypeError, match=f"elements of type {x.dtype} cannot be reduced, only "):
+            comm.load_plan(reduction).execute(x)
+
+    ranks.threads(2, body)
+
+
+def test_elements_of_torch_without_arithmetic_are_moved() -> None:
+    program = all_gather()
+
+    def body(comm: antiphon.Communicator) -> None:
+        x = torch.full((16,), 1.0 + comm.rank).to(torch.float8_e4m3fn)
+        gathered = comm.load_plan(program).execute(x)
+        assert gathered.dtype == torch.float8_e4m3fn and gathered.float().tolist() == [1.0] * 16 + [2.0] * 16
+
+    ranks.threads(2, body)
+
+
 def test_a_plan_is_a_program_or_its_text_or_a_file(tmp_path: Path) -> None:
     text, file = all_reduce().to_json(), tmp_path / "plan.json"
     file.write_text(text)

@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 #: Modules that are imported when a program first names them.
-_PARTS = ("comm", "compat", "language", "lowering", "moe", "torch")
+_PARTS = ("comm", "compat", "language", "lowering", "moe", "mscclpp", "torch")
 
 
 def __dir__() -> list[str]:

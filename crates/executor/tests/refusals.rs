@@ -10,7 +10,7 @@ use antiphon_plan::{
     OpKind, Plan, Rank, ReduceOp,
     verify::{Options as Proof, VerifiedPlan},
 };
-use antiphon_tensor::DType;
+use antiphon_tensor::{DType, Device, TensorError, TensorView, TensorViewMut};
 
 fn proved(plan: Plan) -> VerifiedPlan {
     VerifiedPlan::new(plan, &Proof::default()).unwrap_or_else(|report| panic!("{report}"))
@@ -114,6 +114,33 @@ fn elements_are_not_cut() {
         plan.execute(&comm, &[0f32; 3], &mut [0f32; 3])
     });
     assert!(texts.iter().all(|text| text.contains("6 bytes") && text.contains("elements of 4")), "{texts:?}");
+}
+
+#[test]
+fn elements_without_arithmetic_are_moved_and_not_reduced() {
+    fn view(x: &[u32]) -> TensorView<'_> {
+        // SAFETY: the slice is borrowed for as long as the view.
+        unsafe { TensorView::from_raw_parts(x.as_ptr().cast(), DType::U32, &[x.len()], None, Device::Host) }
+            .unwrap()
+    }
+    fn view_mut(x: &mut [u32]) -> TensorViewMut<'_> {
+        let (data, shape) = (x.as_mut_ptr().cast(), [x.len()]);
+        // SAFETY: as above.
+        unsafe { TensorViewMut::from_raw_parts(data, DType::U32, &shape, None, Device::Host) }.unwrap()
+    }
+    let gather = proved(plans::ring_all_gather(2).unwrap());
+    LocalWorld::run(2, |comm| {
+        let (mut output, input) = ([0; 16], [u32::MAX - comm.rank() as u32; 8]);
+        let mut plan = LoadedPlan::load(&comm, &gather, Options::default()).unwrap();
+        plan.execute(&comm, view(&input), view_mut(&mut output)).unwrap();
+        assert_eq!((output[7], output[8]), (u32::MAX, u32::MAX - 1));
+        let mut plan = LoadedPlan::load(&comm, &two_shot(2), Options::default()).unwrap();
+        let error = plan.execute(&comm, view(&input), view_mut(&mut output[..8])).unwrap_err();
+        let ExecutorError::Tensor { source: TensorError::NotNumeric { dtype: DType::U32 }, .. } = error
+        else {
+            panic!("{error}")
+        };
+    });
 }
 
 #[test]

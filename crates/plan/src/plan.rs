@@ -65,6 +65,18 @@ impl Plan {
         }
     }
 
+    /// Whether it computes with elements, and does not only move them.
+    pub fn reduces(&self) -> bool {
+        let inner = |op: &Op| {
+            matches!(op.kind, OpKind::Reduce(_) | OpKind::SwitchReduce(_) | OpKind::SwitchReduceBroadcast(_))
+        };
+        let mut ops = self.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops);
+        ops.any(|op| match &op.kind {
+            OpKind::Pipeline(pipeline) => pipeline.ops.iter().any(inner),
+            _ => inner(op),
+        })
+    }
+
     /// The operation at a place, if there is one.
     pub fn op(&self, place: Place) -> Option<&Op> {
         let block = self.gpus.get(place.rank.index())?.threadblocks.get(place.threadblock.index())?;

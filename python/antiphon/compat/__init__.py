@@ -10,10 +10,11 @@ before such imports::
     antiphon.compat.install(children=True)  # and in the processes it starts, other than by fork
 
 A name of :data:`PEERS` stands for our module and its submodules: ``flashinfer.comm.mapping`` is the very module
-``antiphon.comm.mapping``. If the peer is installed, that one module of it is hidden, with its submodules, also from the
-rest of the peer (``flashinfer.norm``), which stays; if it is not, its parent (``flashinfer``) is a package with nothing but
-the few names that scripts take from the rest of it (``flashinfer.utils.get_compute_capability``, norms of
-``flashinfer.norm``). What is not served yet raises ``ImportError`` with a list of what is.
+``antiphon.comm.mapping``. Of two names the longer one counts: ``mscclpp.language``, which comes with ``mscclpp``, is
+``antiphon.language``. If the peer is installed, that one module of it is hidden, with its submodules, also from the rest of the
+peer (``flashinfer.norm``), which stays; if it is not, its parent (``flashinfer``) is a package with nothing but the few names that
+scripts take from the rest of it (``flashinfer.utils.get_compute_capability``, norms of ``flashinfer.norm``). What is not served
+yet raises ``ImportError`` with a list of what is.
 
 Children know it from the environment: ``ANTIPHON_COMPAT`` names the peers, and ``PYTHONPATH`` starts with a folder whose
 ``sitecustomize`` reads it (and goes on to any other ``sitecustomize``). Python's options ``-S``, ``-E`` and ``-I`` turn
@@ -40,6 +41,7 @@ PEERS = {
     "deep_ep_cpp": "antiphon.moe.deep_ep",
     "flashinfer.comm": "antiphon.comm",
     "megatron.core.transformer.moe.fused_a2a": "antiphon.moe.fused_a2a",
+    "mscclpp": "antiphon.mscclpp",
     "mscclpp.language": "antiphon.language",
 }
 
@@ -84,8 +86,9 @@ def uninstall(*peers: str) -> None:
     names = _known(peers) or list(PEERS)
     for name in names:
         if name in _finder.hidden:
+            before = _finder.hidden.pop(name)
             _take(name)
-            _put_back(name, _finder.hidden.pop(name))
+            _put_back(before)
     _parents.forget()
     if not _finder.hidden:
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in (_finder, _parents)]
@@ -118,18 +121,34 @@ def _known(peers: Sequence[str]) -> Sequence[str]:
 
 
 def _take(name: str) -> dict[str, ModuleType]:
-    """Takes a module and its submodules out of those that are imported."""
-    parent, _, child = name.rpartition(".")
-    if parent in sys.modules:
-        vars(sys.modules[parent]).pop(child, None)
-    return {each: sys.modules.pop(each) for each in list(sys.modules) if f"{each}.".startswith(f"{name}.")}
+    """Takes a module and its submodules out of those that are imported. Gives them, but those of a peer that is served."""
+    taken = {each: sys.modules.pop(each) for each in list(sys.modules) if _is_within(each, name)}
+    for each in taken:
+        _bind(each)
+    return {each: module for each, module in taken.items() if _finder.peer_of(each) is None}
 
 
-def _put_back(name: str, modules: dict[str, ModuleType]) -> None:
+def _put_back(modules: dict[str, ModuleType]) -> None:
+    """Puts modules where they were, or, under the name of a peer that is still served, to what that hides."""
+    for name, module in modules.items():
+        peer = _finder.peer_of(name)
+        (sys.modules if peer is None else _finder.hidden[peer])[name] = module
+    for name in *modules, *_finder.hidden:
+        _bind(name)
+
+
+def _bind(name: str) -> None:
+    """Makes what a package has under a module's name agree with ``sys.modules``, unless it is no module."""
     parent, _, child = name.rpartition(".")
-    sys.modules.update(modules)
-    if name in modules and parent in sys.modules:
-        setattr(sys.modules[parent], child, modules[name])
+    if parent not in sys.modules:
+        return
+    contents = vars(sys.modules[parent])
+    if not isinstance(contents.get(child), (ModuleType, type(None))):
+        return
+    if name in sys.modules:
+        contents[child] = sys.modules[name]
+    else:
+        contents.pop(child, None)
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -142,13 +161,17 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        for peer in self.hidden:
-            if f"{fullname}.".startswith(f"{peer}."):
-                ours = PEERS[peer] + fullname.removeprefix(peer)
-                if importlib.util.find_spec(ours) is None:
-                    raise ModuleNotFoundError(_not_served(fullname, peer), name=fullname)
-                return ModuleSpec(fullname, self, origin=ours)
-        return None
+        if self.peer_of(fullname) is None:
+            return None
+        peer = max((peer for peer in PEERS if _is_within(fullname, peer)), key=len)
+        ours = PEERS[peer] + fullname.removeprefix(peer)
+        if importlib.util.find_spec(ours) is None:
+            raise ModuleNotFoundError(_not_served(fullname, peer), name=fullname)
+        return ModuleSpec(fullname, self, origin=ours)
+
+    def peer_of(self, name: str) -> str | None:
+        """The peer that is served and that a module is of: the one of the longest name."""
+        return max((peer for peer in self.hidden if _is_within(name, peer)), key=len, default=None)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         assert spec.origin is not None
@@ -160,6 +183,11 @@ class _Finder(MetaPathFinder, Loader):
         # The module keeps its own name, in place of the one it was just found by.
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
+
+
+def _is_within(name: str, module: str) -> bool:
+    """Whether a name is that of a module or of one in it."""
+    return f"{name}.".startswith(f"{module}.")
 
 
 class _Parents(MetaPathFinder):

@@ -31,6 +31,8 @@ pub struct LoadedPlan {
     pub(super) packets: PacketKind,
     /// Bytes of the largest chunk that the plan may be run with; if none, of any.
     pub(super) largest_chunk: Option<u64>,
+    /// Whether the plan computes with elements.
+    pub(super) reduces: bool,
     pub(super) wiring: Wiring,
     pub(super) checked: Checked,
     pub(super) machine: Machine,
@@ -122,6 +124,7 @@ impl LoadedPlan {
             rank,
             packets: options.packets,
             largest_chunk,
+            reduces: plan.reduces(),
             wiring: Wiring::new(&plan),
             checked,
             machine: Machine::new(channels(&plan, rank).map(Channel::new).collect(), semaphores),
@@ -140,7 +143,8 @@ impl LoadedPlan {
     }
 
     /// Does what the plan says to an input and an output: contiguous tensors of one dtype on the host, apart from each
-    /// other. All ranks call it together, with tensors of the same sizes.
+    /// other. All ranks call it together, with tensors of the same sizes. A plan that only moves elements takes every dtype, one that
+    /// reduces only those of [`DType::NUMERIC`](antiphon_tensor::DType::NUMERIC).
     ///
     /// # Errors
     /// See [`ExecutorError`](crate::ExecutorError). Tensors that do not fit are refused before anything happens.

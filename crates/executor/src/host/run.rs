@@ -11,6 +11,7 @@ use std::convert::Infallible;
 use antiphon_device::host::reduce::Reducer;
 use antiphon_fabric::{ArenaOffsets, Communicator, Operation, Rounds, Signature, Written};
 use antiphon_plan::{Extent, REDUCE_OPS};
+use antiphon_tensor::DType;
 
 use super::{
     addresses::{Areas, RankAddresses, Slice, Slicing, Tensors, offsets},
@@ -37,6 +38,10 @@ impl LoadedPlan {
     pub(super) fn run(&mut self, comm: &Communicator, call: &Arguments) -> Result<()> {
         if !self.sync.buffer().belongs_to(comm) {
             return Err(ExecutorError::OtherCommunicator { plan: self.name.clone() });
+        }
+        if self.reduces {
+            let numeric = call.dtype.numeric();
+            numeric.map_err(|source| ExecutorError::Tensor { which: "tensor", source })?;
         }
         let extent = Extent::new(&self.plan, call.input_bytes as u64, call.output_bytes as u64)?;
         // Chunks are parts of tensors, and so fit into memory.
@@ -265,6 +270,8 @@ impl LoadedPlan {
         let key = Key::new(call, slice.slicing, slice.len());
         let program = self.programs.iter().find(|(known, _)| *known == key).map(|(_, program)| program);
         let monitor = comm.monitor();
+        // Of a dtype without arithmetic there is no reduction.
+        let reduced = call.dtype.numeric().unwrap_or(DType::U8);
         let launch = Launch {
             rank: self.rank,
             program: program.expect("programs were made ready"),
@@ -272,7 +279,7 @@ impl LoadedPlan {
             sync: &self.sync,
             flag: slice.flag,
             packets: self.packets,
-            reducers: REDUCE_OPS.map(|op| Reducer::new(call.dtype, op)),
+            reducers: REDUCE_OPS.map(|op| Reducer::new(reduced, op)),
             element: call.dtype.size(),
             patience: monitor.patience(),
         };

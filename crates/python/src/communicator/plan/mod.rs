@@ -20,7 +20,7 @@ use pyo3::{
     prelude::*,
 };
 
-use self::source::{Source, prove, reduces};
+use self::source::{Source, prove};
 use super::{Communicator, refused};
 use crate::{
     arguments::{Count, DTypeName, Given, Place, overlap, same_device},
@@ -138,7 +138,7 @@ impl Communicator {
         }
         let (loaded, plan) = loaded?;
         let plan = plan.expect("it was loaded");
-        let (reduces, owner) = (reduces(&plan), Arc::downgrade(&queue));
+        let (reduces, owner) = (plan.reduces(), Arc::downgrade(&queue));
         Ok(Plan { loaded, plan, reduces, owner, process: Process::current() })
     }
 }

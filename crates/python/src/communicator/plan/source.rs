@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use antiphon::prelude::FabricError;
 use antiphon_executor::ExecutorError;
 use antiphon_plan::{
-    OpKind, PlanError,
+    PlanError,
     verify::{self, Memory, VerifiedPlan},
 };
 use pyo3::{exceptions::PyTypeError, intern, prelude::*, types::PyString};
@@ -64,17 +64,5 @@ pub(super) fn prove(
     };
     VerifiedPlan::new(plan, &verify::Options { memory, ..verify::Options::default() }).map_err(|report| {
         FabricError::invalid(format!("plan {name:?} is not proved{whose}:\n{report}")).into()
-    })
-}
-
-/// Whether a plan computes with elements, and does not only move them.
-pub(super) fn reduces(plan: &antiphon_plan::Plan) -> bool {
-    let inner = |op: &antiphon_plan::Op| {
-        matches!(op.kind, OpKind::Reduce(_) | OpKind::SwitchReduce(_) | OpKind::SwitchReduceBroadcast(_))
-    };
-    let mut ops = plan.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops);
-    ops.any(|op| match &op.kind {
-        OpKind::Pipeline(pipeline) => pipeline.ops.iter().any(inner),
-        _ => inner(op),
     })
 }
