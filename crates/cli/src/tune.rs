@@ -14,7 +14,7 @@ use antiphon::{
 use crate::{ExitStatus, FAILURE, SUCCESS};
 use crate::{
     bench::DeviceKind,
-    launch::Launch,
+    launch::{Launch, World},
     machine::{Cores, Files},
     report::Gpus,
 };
@@ -25,6 +25,8 @@ use crate::{
 /// where every communicator with as many ranks finds it. The file holds all measurements and can be read and edited. A
 /// folder or file that is a symbolic link, or that users other than you and root own or may write, is left unused with a
 /// warning.
+///
+/// Under `antiphon run` or torchrun, on one machine or several, the ranks of that launch are measured.
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -58,11 +60,13 @@ pub fn execute(args: Args) -> ExitStatus {
 
 fn start(args: &Args) -> Result<ExitStatus> {
     let cores = || Cores::count(&Files::system()).usable();
+    let world = World::around(args.ranks)?;
+    let asked = world.map(|world| world.local_size).or(args.ranks);
     let ranks = match args.device {
-        DeviceKind::Host => args.ranks.unwrap_or_else(|| cores().clamp(2, 8)),
-        DeviceKind::Cuda => Gpus::of_ranks(args.ranks)?.names.len(),
+        DeviceKind::Host => asked.unwrap_or_else(|| cores().clamp(2, 8)),
+        DeviceKind::Cuda => Gpus::of_ranks(asked)?.names.len(),
     };
-    Ok(Launch::workers(ranks)?)
+    Ok(Launch::workers(ranks, world)?)
 }
 
 fn work(device: DeviceKind) -> Result<ExitStatus> {

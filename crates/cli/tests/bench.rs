@@ -135,3 +135,29 @@ fn a_limit_on_the_size_of_files_is_an_error_and_not_a_silent_end() {
         assert!(said.contains("File too large"), "{said}");
     }
 }
+
+/// `antiphon run` with `options`, and in each rank this command with `arguments`.
+fn in_a_world(options: &[&str], arguments: &[&str]) -> Output {
+    let program = env!("CARGO_BIN_EXE_antiphon");
+    let mut command = Command::new(program);
+    command.args(["run", "--no-prefix"]).args(options).args(["--", program]).args(arguments);
+    command.env("ANTIPHON_CACHE_DIR", std::env::temp_dir()).output().unwrap()
+}
+
+#[test]
+fn the_ranks_of_a_launcher_are_measured_and_rank_0_shows_them() {
+    let quick = ["bench", "all-reduce", "--seconds", "0.01", "--sizes", "64"];
+    let shown = in_a_world(&["-n", "3"], &quick);
+    let said = String::from_utf8_lossy(&shown.stdout);
+    assert_eq!(shown.status.code(), Some(0), "{said}{}", String::from_utf8_lossy(&shown.stderr));
+    assert_eq!(said.matches("all_reduce, 3 ranks").count(), 1, "{said}");
+    assert_eq!(said.matches("Out of bounds values : 0 OK").count(), 1, "{said}");
+
+    let refused = in_a_world(&["-n", "2"], &[&quick[..], &["--ranks", "3"]].concat());
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("3 ranks were asked for, and the launcher around this process has started 2"),
+        "{said}"
+    );
+}

@@ -26,7 +26,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::{ExitStatus, FAILURE, SUCCESS};
 use crate::{
-    launch::{Launch, Outcome, Stream},
+    launch::{Launch, Outcome, Stream, World},
     machine,
     report::{Gpus, Machine, Row, Table, plot, write_json},
     sizes::Sizes,
@@ -42,6 +42,8 @@ use crate::{
 /// CUDA graph holds 100 calls (40 from 1 MiB on, 15 from 16 MiB on); before each replay a small all-reduce lines the GPUs
 /// up; events around the replay tell the time. The time is the median over 9 replays of the slowest rank. NVLink
 /// multicast is off in NCCL unless NCCL_NVLS_ENABLE says otherwise. The host's time is the mean over 200 eager calls.
+///
+/// Under `antiphon run` or torchrun, on one machine or several, the ranks of that launch are measured, and rank 0 shows them.
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -53,7 +55,8 @@ Examples:
   antiphon bench memory --ranks 2 --sizes 16M,64M
   UCX_TLS=tcp antiphon bench engine
   antiphon bench --device cuda --dtype bf16 --json results.json
-  antiphon bench --device cuda --tail --json tails.json")]
+  antiphon bench --device cuda --tail --json tails.json
+  antiphon run -n 2 --nnodes 2 --node-rank 0 --master-addr node0 --master-port 29500 -- antiphon bench all-reduce")]
 pub struct Args {
     /// What to measure
     #[arg(value_enum, default_value = "all")]
@@ -292,21 +295,29 @@ fn tell(found: Found) {
 fn measure(args: &Args) -> Result<ExitStatus, Box<dyn std::error::Error>> {
     let (settings, mut machine) = (args.settings(), Machine::this());
     settings.refuse(args.plot.is_some())?;
+    let world = World::around(settings.fixed_ranks())?;
+    let asked = world.map(|world| world.local_size).or(settings.fixed_ranks());
     if args.device == DeviceKind::Cuda {
-        machine.gpus = Some(Gpus::of_ranks(settings.fixed_ranks())?);
+        machine.gpus = Some(Gpus::of_ranks(asked)?);
     }
-    let on_host = || settings.fixed_ranks().unwrap_or(machine.cores.clamp(2, 8));
-    let ranks = machine.gpus.as_ref().map_or_else(on_host, |gpus| gpus.names.len());
+    let on_host = || asked.unwrap_or(machine.cores.clamp(2, 8));
+    // Of this machine, and of all.
+    let here = machine.gpus.as_ref().map_or_else(on_host, |gpus| gpus.names.len());
+    let ranks = world.map_or(here, |world| world.size);
     for (size, bytes) in settings.memory(ranks) {
-        machine::refuse_beyond_memory(size, ranks, bytes)?;
+        machine::refuse_beyond_memory(size, here, bytes * here as u128 / ranks.max(1) as u128)?;
+    }
+    let launch = launch(args, &machine, here, world);
+    if world.is_some_and(|world| world.rank != 0) {
+        let outcome = launch.run(|_, _, line| io::stderr().write_all(line))?; // it has no rows
+        return Ok(outcome.exit_code());
     }
     // Files that cannot be written should be known before the minutes of measuring.
     let json = args.json.as_ref().map(create).transpose()?;
     if args.tail {
-        return tail::measure(launch(args, &machine, ranks), &machine, json);
+        return tail::measure(launch, &machine, json);
     }
     let svg = args.plot.as_ref().map(create).transpose()?;
-    let launch = launch(args, &machine, ranks);
     let mut show = Show::new(&machine, settings.rows() as u64)?;
     let outcome = launch.run(|rank, stream, line| show.line(rank, stream, line))?;
     let rows = show.finish(&outcome)?;
@@ -332,10 +343,10 @@ fn create(path: &PathBuf) -> io::Result<File> {
     open.map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
 }
 
-/// The same command on every rank, as workers.
-fn launch(args: &Args, machine: &Machine, ranks: usize) -> Launch {
-    let mut launch = Launch::again(ranks);
-    launch.bind = !args.no_bind && ranks <= machine.cores;
+/// The same command on every rank, as workers; in a `world` on this process's own.
+fn launch(args: &Args, machine: &Machine, ranks: usize, world: Option<World>) -> Launch {
+    let mut launch = Launch::again(ranks, world);
+    launch.bind = world.is_none() && !args.no_bind && ranks <= machine.cores;
     // A benchmark that waits longer than this for a peer is broken, whatever the environment says.
     launch.env.push(("ANTIPHON_TIMEOUT".into(), "60".into()));
     if machine.gpus.is_some() {

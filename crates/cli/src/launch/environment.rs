@@ -18,9 +18,15 @@ const RUN_OF_NODES: &str = "none";
 /// Left by an outer torchrun, this would send the ranks to its store instead of their own.
 const OUTER_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 
-/// The values that all ranks of one launch share.
+/// What a launch sets for its ranks.
 pub(super) struct Environment<'a> {
     launch: &'a Launch,
+    /// `None` in a world that another launcher has made, and has told its ranks.
+    shared: Option<Shared>,
+}
+
+/// The values that all ranks of one launch share.
+struct Shared {
     port: u16,
     run_id: String,
     secret: Option<String>,
@@ -29,6 +35,21 @@ pub(super) struct Environment<'a> {
 
 impl<'a> Environment<'a> {
     pub(super) fn new(launch: &'a Launch) -> Result<Self, LaunchError> {
+        let shared = if launch.world.is_some() { None } else { Some(Shared::new(launch)?) };
+        Ok(Self { launch, shared })
+    }
+
+    /// Sets the variables of this node's rank `local` on `command`.
+    pub(super) fn apply(&self, command: &mut Command, local: usize) {
+        if let Some(shared) = &self.shared {
+            shared.apply(self.launch, command, local);
+        }
+        command.envs(self.launch.env.iter().map(|(name, value): &(OsString, OsString)| (name, value)));
+    }
+}
+
+impl Shared {
+    fn new(launch: &Launch) -> Result<Self, LaunchError> {
         let port = match (launch.port, &launch.node) {
             (Some(port), _) => port,
             (None, None) => free_port()?,
@@ -41,12 +62,10 @@ impl<'a> Environment<'a> {
             Some(_) => return Err(LaunchError::NodesNeed("ANTIPHON_SECRET, or a file with it")),
         };
         let run_id = launch.node.as_ref().map_or_else(|| random_hex(16), |_| Ok(RUN_OF_NODES.to_owned()))?;
-        Ok(Self { launch, port, run_id, secret, threads: !is_set(THREADS) })
+        Ok(Self { port, run_id, secret, threads: !is_set(THREADS) })
     }
 
-    /// Sets the variables of this node's rank `local` on `command`.
-    pub(super) fn apply(&self, command: &mut Command, local: usize) {
-        let launch = self.launch;
+    fn apply(&self, launch: &Launch, command: &mut Command, local: usize) {
         let (nodes, node, address) = match &launch.node {
             None => (1, 0, "127.0.0.1"),
             Some(Node { count, rank, master_addr, .. }) => (*count, *rank, master_addr.as_str()),
@@ -77,7 +96,6 @@ impl<'a> Environment<'a> {
         if let Some(secret) = &self.secret {
             command.env(SECRET, secret);
         }
-        command.envs(self.launch.env.iter().map(|(name, value): &(OsString, OsString)| (name, value)));
     }
 }
 

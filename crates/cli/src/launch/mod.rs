@@ -38,6 +38,7 @@ mod pump;
 mod signals;
 mod spawn;
 mod supervisor;
+mod world;
 
 use std::ffi::OsString;
 use std::io;
@@ -45,6 +46,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 pub use outcome::{End, Outcome, RankReport};
+pub use world::World;
 
 use environment::Environment;
 use pump::Pump;
@@ -89,6 +91,9 @@ pub struct Launch {
     pub port: Option<u16>,
     /// The part of this launch in one on several nodes.
     pub node: Option<Node>,
+    /// The world in which this launch is one rank: that rank gets the variables of [`env`](Self::env) alone, beside those of the
+    /// launcher's own environment, and [`ranks`](Self::ranks) is 1.
+    pub world: Option<World>,
     /// How long the other ranks have after the first failure, and once more between SIGTERM and SIGKILL.
     pub grace: Duration,
     /// Ends the whole launch after this time.
@@ -125,6 +130,7 @@ impl Launch {
             env: Vec::new(),
             port: None,
             node: None,
+            world: None,
             grace: Duration::from_secs(5),
             timeout: None,
             bind: false,
@@ -133,19 +139,20 @@ impl Launch {
         }
     }
 
-    /// This very command line on `ranks` ranks, with `--worker` behind it. (Not this executable: under Python that is
-    /// the interpreter, and not the one of the virtual environment.)
-    pub(crate) fn again(ranks: usize) -> Self {
+    /// This very command line on `ranks` ranks, with `--worker` behind it; in a `world` on the one that this process is. (Not this
+    /// executable: under Python that is the interpreter, and not the one of the virtual environment.)
+    pub(crate) fn again(ranks: usize, world: Option<World>) -> Self {
         let mut command = std::env::args_os();
         let program = command.next().unwrap_or_default();
-        Self { args: command.chain(["--worker".into()]).collect(), ..Self::new(program, ranks) }
+        let ranks = if world.is_some() { 1 } else { ranks };
+        Self { args: command.chain(["--worker".into()]).collect(), world, ..Self::new(program, ranks) }
     }
 
     /// [Runs this command line again](Self::again) on ranks that write to this process's own outputs, bound where each can have a
     /// core, and says how they ended.
-    pub(crate) fn workers(ranks: usize) -> Result<ExitStatus, LaunchError> {
-        let bind = ranks <= Cores::count(&Files::system()).usable();
-        let outcome = Self { bind, capture: false, ..Self::again(ranks) }.run(|_, _, _| Ok(()))?;
+    pub(crate) fn workers(ranks: usize, world: Option<World>) -> Result<ExitStatus, LaunchError> {
+        let bind = world.is_none() && ranks <= Cores::count(&Files::system()).usable();
+        let outcome = Self { bind, capture: false, ..Self::again(ranks, world) }.run(|_, _, _| Ok(()))?;
         if !outcome.success() {
             eprint!("{}", outcome.report());
         }
@@ -154,7 +161,8 @@ impl Launch {
 
     /// The first of this node's ranks, as the world numbers it.
     pub(crate) fn first_rank(&self) -> usize {
-        self.node.as_ref().map_or(0, |node| node.rank * self.ranks)
+        let of_node = || self.node.as_ref().map_or(0, |node| node.rank * self.ranks);
+        self.world.map_or_else(of_node, |world| world.rank)
     }
 
     /// Starts the ranks and returns once all have ended. Ranks have the numbers of the world.
@@ -235,6 +243,25 @@ pub enum LaunchError {
         /// The number of nodes.
         count: usize,
     },
+    /// A variable of the launcher around this process is not what it must be.
+    #[error(
+        "{name}={value} of the launcher around this process: must be a number, from 0 to below WORLD_SIZE for RANK, and from 1 to \
+             WORLD_SIZE for LOCAL_WORLD_SIZE"
+    )]
+    Variable {
+        /// Its name.
+        name: &'static str,
+        /// Its value.
+        value: String,
+    },
+    /// The launcher around this process has made a world of another size.
+    #[error("{asked} ranks were asked for, and the launcher around this process has started {size}")]
+    OtherWorld {
+        /// The number asked for.
+        asked: usize,
+        /// WORLD_SIZE.
+        size: usize,
+    },
     /// What the launchers of several nodes must be told is missing.
     #[error("several nodes need {0}")]
     NodesNeed(&'static str),
@@ -299,6 +326,7 @@ impl LaunchError {
             Self::NotFound { .. } => 127,
             Self::NotExecutable { .. } => 126,
             Self::Ranks { .. } | Self::Node { .. } | Self::NodesNeed(_) => 2,
+            Self::Variable { .. } | Self::OtherWorld { .. } => 2,
             _ => 1,
         }
     }

@@ -16,7 +16,12 @@ use antiphon_plan::{Plan, verify::Memory};
 use clap::ValueEnum;
 
 use super::{Result, prove};
-use crate::{ExitStatus, FAILURE, SUCCESS, launch::Launch, machine::refuse_beyond_memory, sizes::Sizes};
+use crate::{
+    ExitStatus, FAILURE, SUCCESS,
+    launch::{Launch, World},
+    machine::refuse_beyond_memory,
+    sizes::Sizes,
+};
 
 /// Run a plan on ranks of this machine, check every element of the results, and tell the time.
 ///
@@ -151,7 +156,7 @@ fn start(args: &Args, plan: &Plan) -> Result<ExitStatus> {
             enough_gpus(ranks, ranks_per_gpu(args))?;
         }
     }
-    Ok(Launch::workers(ranks)?)
+    Ok(Launch::workers(ranks, World::around(Some(ranks))?)?)
 }
 
 fn ranks_per_gpu(args: &Args) -> usize {
