@@ -38,24 +38,33 @@ class EventHandle:
 
 class EventOverlap:
     """An event, with ``extra_tensors`` that must last until it is reached. As a context manager, the current stream waits for it when
-    the block ends."""
+    the block ends; ``with event(release_handle=True)`` also lets go of it then."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Tensor, ...] | None = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
+        self._releases = False
 
-    def current_stream_wait(self) -> None:
-        """Has the current stream wait for the event. Raises ``RuntimeError`` without one."""
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Has the current stream wait for the event, and lets go of it with ``release_handle``. Raises ``RuntimeError`` without one."""
         if self.event is None:
             raise RuntimeError("this EventOverlap has no event: the call was not asynchronous")
         self.event.current_stream_wait()
+        if release_handle:
+            self.event = None
+
+    def __call__(self, release_handle: bool = False) -> "EventOverlap":
+        """This event, for a ``with`` that lets go of it at its end with ``release_handle``."""
+        self._releases = release_handle
+        return self
 
     def __enter__(self) -> "EventOverlap":
         return self
 
     def __exit__(self, *_exception: Any) -> None:
         if self.event is not None:
-            self.event.current_stream_wait()
+            self.current_stream_wait(self._releases)
+        self._releases = False
 
 
 class CallOrder:
