@@ -8,8 +8,9 @@ are synchronous, and events do nothing.
 
 from antiphon.moe.deep_ep import utils
 from antiphon.moe.deep_ep.buffer import Buffer, Config
-from antiphon.moe.deep_ep.elastic import ElasticBuffer, get_logical_domain_size, get_physical_domain_size
+from antiphon.moe.deep_ep.elastic import ElasticBuffer
 from antiphon.moe.deep_ep.elastic_handle import EPHandle
+from antiphon.moe.deep_ep.elastic_sizes import get_logical_domain_size, get_physical_domain_size
 from antiphon.moe.deep_ep.events import EventHandle, EventOverlap, topk_idx_t
 from antiphon.moe.deep_ep.hybrid import HybridEPBuffer
 

@@ -1,14 +1,10 @@
 """``ElasticBuffer``: the buffer of DeepEP's version 2."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from math import ceil, comb, isfinite
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from antiphon import Communicator
 from antiphon._core import Moe
 from antiphon.comm.cuda_ipc import communicator, uses_cuda
 from antiphon.moe._arguments import (
@@ -22,20 +18,16 @@ from antiphon.moe._arguments import (
     router_weights,
     whole,
 )
-from antiphon.moe._calls import Calls, calls_of
+from antiphon.moe._calls import Calls, Handle, Received, calls_of
 from antiphon.moe.deep_ep.elastic_handle import EPHandle
-from antiphon.moe.deep_ep.elastic_sessions import ALIGNMENT, LARGEST, ElasticSessions, aligned
-from antiphon.moe.deep_ep.events import EventHandle, EventOverlap, _keep
+from antiphon.moe.deep_ep.elastic_sessions import ElasticSessions
+from antiphon.moe.deep_ep.elastic_sizes import Group, aligned, buffer_bytes, busy_sms, no_engram, of_one_node, rate, size_hint
+from antiphon.moe.deep_ep.events import AnyEvent, EventHandle, EventOverlap, StreamOrder
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+__all__ = ["ElasticBuffer"]
 
-__all__ = ["ElasticBuffer", "get_logical_domain_size", "get_physical_domain_size"]
-
-_Group: TypeAlias = "ProcessGroup | Communicator"
 #: Tokens, or codes with their scales.
 _Tokens: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
-_Event: TypeAlias = "EventHandle | EventOverlap | None"
 
 #: GB/s of all NVLinks of an H100 or H200 in one direction: 90 % of 18 links of 26.562.
 _NVLINK_GBS = 430.0
@@ -68,7 +60,7 @@ class ElasticBuffer(ElasticSessions):
 
     def __init__(
         self,
-        group: _Group,
+        group: Group,
         num_bytes: int | None = None,
         num_cpu_bytes: int = 0,
         num_max_tokens_per_rank: int = 0,
@@ -92,15 +84,15 @@ class ElasticBuffer(ElasticSessions):
         whole(call, "num_cpu_timeout_secs", num_cpu_timeout_secs, 1)
         whole(call, "num_gpu_timeout_secs", num_gpu_timeout_secs, 1)
         if num_bytes is not None:
-            num_bytes = _buffer_bytes("num_bytes", num_bytes, 1)
-        num_cpu_bytes = _buffer_bytes("num_cpu_bytes", num_cpu_bytes, 0)
+            num_bytes = buffer_bytes("num_bytes", num_bytes, 1)
+        num_cpu_bytes = buffer_bytes("num_cpu_bytes", num_cpu_bytes, 0)
         if num_cpu_bytes > (num_bytes or 0):
             raise ValueError(f"{call}: {num_cpu_bytes} num_cpu_bytes cannot be part of {num_bytes} num_bytes")
         self.group = group
-        self._comm = _of_one_node(call, group)
+        self._comm = of_one_node(call, group)
         if num_bytes is None:
             sizes = (num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction)
-            num_bytes = _size_hint(call, self._comm.world_size, *sizes)
+            num_bytes = size_hint(call, self._comm.world_size, *sizes)
         self.rank_idx, self.num_ranks = self._comm.rank, self._comm.world_size
         self.num_bytes, self.num_cpu_bytes = num_bytes, num_cpu_bytes
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
@@ -135,7 +127,7 @@ class ElasticBuffer(ElasticSessions):
 
     @staticmethod
     def get_buffer_size_hint(
-        group: _Group,
+        group: Group,
         num_max_tokens_per_rank: int,
         hidden: int,
         num_topk: int = 0,
@@ -149,7 +141,7 @@ class ElasticBuffer(ElasticSessions):
         stands for 32. ``allow_hybrid_mode`` has no effect, and a buffer need not be so large: rows travel through a region of a fixed size."""
         call = "get_buffer_size_hint"
         count = communicator(call, group).world_size
-        return _size_hint(call, count, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction)
+        return size_hint(call, count, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch, allow_multiple_reduction)
 
     @staticmethod
     def get_engram_storage_size_hint(
@@ -157,16 +149,16 @@ class ElasticBuffer(ElasticSessions):
     ) -> tuple[int, int]:
         """Raises ``NotImplementedError``, whatever ``num_entries``, ``hidden``, ``num_max_tokens_per_rank`` and ``dtype``, as
         :meth:`engram_write` does."""
-        _no_engram("get_engram_storage_size_hint")
+        no_engram("get_engram_storage_size_hint")
 
     def engram_write(self, storage: Tensor, sf: Tensor | None = None) -> None:
         """Raises ``NotImplementedError``, whatever ``storage`` and ``sf``: a rank cannot read entries of another one's memory."""
-        _no_engram("engram_write")
+        no_engram("engram_write")
 
     def engram_fetch(self, indices: Tensor, num_qps: int = 0, use_tma_aligned_col_major_sf: bool = False) -> Any:
         """Raises ``NotImplementedError``, whatever ``indices``, ``num_qps`` and ``use_tma_aligned_col_major_sf``, as
         :meth:`engram_write` does."""
-        _no_engram("engram_fetch")
+        no_engram("engram_fetch")
 
     def get_physical_domain_size(self) -> tuple[int, int]:
         """How many ranks are reached by RDMA, and by NVLink: 1 and ``R``."""
@@ -197,20 +189,14 @@ class ElasticBuffer(ElasticSessions):
         num_experts = experts(call, num_experts, self.num_ranks)
         num_topk = whole(call, "num_topk", num_topk, 1, num_experts)
         whole(call, "num_scaleout_topk", num_scaleout_topk, 0, 0)
-        links = _rate(call, "nvlink_gbs", nvlink_gbs, may_be_0=True) or _NVLINK_GBS
-        read, write = _rate(call, "sm_read_gbs", sm_read_gbs), _rate(call, "sm_write_gbs", sm_write_gbs)
-        room = None
-        if uses_cuda():
-            room = int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
-        if self.num_ranks == 1:
-            return Moe.NUM_SMS if room is None else room
-        local = num_experts // self.num_ranks
-        ranks_of_a_token = self.num_ranks * (1 - comb(num_experts - local, num_topk) / comb(num_experts, num_topk))
-        rows = links / (1 - 1 / self.num_ranks)
-        number = aligned(max(4, ceil(1.25 * max(rows / ranks_of_a_token / read, rows / write))), 2)
+        rates = rate(call, "nvlink_gbs", nvlink_gbs or _NVLINK_GBS), rate(call, "sm_read_gbs", sm_read_gbs)
+        number = busy_sms(self.num_ranks, num_experts, num_topk, *rates, rate(call, "sm_write_gbs", sm_write_gbs))
         if not self.prefer_overlap_with_compute:
             number = max(number, 64)
-        return number if room is None else min(number, room)
+        if not uses_cuda():
+            return Moe.NUM_SMS if self.num_ranks == 1 else number
+        room = int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+        return room if self.num_ranks == 1 else min(number, room)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """A number of queue pairs that calls with so many SMs take as ``num_qps``, where it has no effect."""
@@ -257,8 +243,8 @@ class ElasticBuffer(ElasticSessions):
         expert_alignment: int | None = None,
         num_sms: int = 0,
         num_qps: int = 0,
-        previous_event: _Event = None,
-        previous_event_before_epilogue: _Event = None,
+        previous_event: AnyEvent = None,
+        previous_event_before_epilogue: AnyEvent = None,
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
         handle: EPHandle | None = None,
@@ -305,95 +291,104 @@ class ElasticBuffer(ElasticSessions):
         check_scales(call, tokens, scales)
         if do_zero_padding and not do_expand:
             raise ValueError(f"{call}: do_zero_padding needs do_expand")
-        num_sms = self._check_numbers(call, num_sms, num_qps)
-        if handle is not None:
+        if handle is None:
+            sizes = self._sizes(len(tokens), topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment)
+        else:
             check_handle(call, handle, EPHandle)
-            if topk_idx is not None:
-                raise ValueError(f"{call}: a handle has the choices already: pass no topk_idx")
             if do_cpu_sync:
                 raise ValueError(f"{call}: with a handle there is nothing to wait for: pass no do_cpu_sync")
-            given = {
-                "num_experts": num_experts,
-                "num_max_tokens_per_rank": num_max_tokens_per_rank,
-                "expert_alignment": expert_alignment,
-                "do_expand": do_expand,
-            }
-            for name, value in given.items():
-                if value is not None and value != getattr(handle, name):
-                    raise ValueError(f"{call}: {name} is {value}, and {getattr(handle, name)} of the handle")
-            choices, count = handle.topk_idx, handle.num_experts
-        else:
-            if topk_idx is None or num_experts is None:
-                raise ValueError(f"{call}: without a handle pass topk_idx and num_experts")
-            check_ids(call, topk_idx)
-            choices, count = topk_idx, experts(call, num_experts, self.num_ranks)
-            if num_max_tokens_per_rank is None:
-                num_max_tokens_per_rank = self.num_max_tokens_per_rank
-            num_max_tokens_per_rank = whole(call, "num_max_tokens_per_rank", num_max_tokens_per_rank, 1)
-            if len(tokens) > num_max_tokens_per_rank:
-                raise ValueError(f"{call}: {len(tokens)} tokens are more than num_max_tokens_per_rank, {num_max_tokens_per_rank}")
-            expert_alignment = whole(call, "expert_alignment", 1 if expert_alignment is None else expert_alignment, 1)
-        shape = [len(tokens), choices.shape[1]]
-        if list(choices.shape) != shape:
-            raise ValueError(f"{call}: {len(tokens)} tokens for {len(choices)} tokens' choices")
-        if topk_weights is not None:
-            topk_weights = router_weights(call, topk_weights)
-            if list(topk_weights.shape) != shape:
-                raise ValueError(f"{call}: topk_weights must be of shape [T, K] = {shape}, not {list(topk_weights.shape)}")
-        if stats is not None:
-            if stats.dtype != torch.int32:
-                raise TypeError(f"{call}: the statistics must be torch.int32, not {stats.dtype}")
-            if list(stats.shape) != [count // self.num_ranks]:
-                raise ValueError(f"{call}: the statistics must be of shape [L] = [{count // self.num_ranks}], not {list(stats.shape)}")
+            sizes = _sizes_along(handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_expand)
+        topk_weights = self._check_beside(len(tokens), sizes, topk_weights, stats)
+        num_sms = self._check_numbers(call, num_sms, num_qps)
         order = self._order(
             call, tokens, previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream
         )
         if not num_sms:
-            num_sms = self.get_theoretical_num_sms(count, min(max(choices.shape[1], 1), count))
+            top_k = sizes.choices.shape[1]
+            num_sms = self.get_theoretical_num_sms(sizes.num_experts, min(max(top_k, 1), sizes.num_experts))
         calls.num_sms = num_sms
         inputs = [tokens, scales, topk_idx, topk_weights, stats, *([] if handle is None else handle._tensors())]
         outputs: list[Any] = []
         with order.run(inputs, outputs):
             ids: Tensor | None
             if handle is None:
-                assert num_max_tokens_per_rank is not None and expert_alignment is not None
-                is_exact = do_cpu_sync is None or do_cpu_sync
-                layout = calls.layout(choices, count, call=call)
-                weights = choices.new_zeros(shape, dtype=torch.float32) if topk_weights is None else topk_weights
-                capacity = None if is_exact else self.num_ranks * num_max_tokens_per_rank
-                received, routes = calls.dispatch(tokens, layout, choices, weights, scales, capacity)
-                assert received.ids is not None
+                waits = do_cpu_sync is None or do_cpu_sync
+                received, routes = self._fresh(calls, tokens, scales, sizes, topk_weights, waits)
+                ids, weights = received.ids, None if topk_weights is None else received.weights
+                assert ids is not None
                 copies = do_handle_copy
                 handle = EPHandle(
                     routes,
                     self.rank_idx,
-                    choices.clone() if copies else choices,
-                    received.ids.clone() if copies and not do_expand else received.ids,
+                    sizes.choices.clone() if copies else sizes.choices,
+                    ids.clone() if copies and not do_expand else ids,
                     do_expand=do_expand,
-                    do_cpu_sync=is_exact,
-                    num_experts=count,
-                    expert_alignment=expert_alignment,
-                    num_max_tokens_per_rank=num_max_tokens_per_rank,
+                    do_cpu_sync=waits,
+                    num_experts=sizes.num_experts,
+                    expert_alignment=sizes.expert_alignment,
+                    num_max_tokens_per_rank=sizes.num_max_tokens_per_rank,
                     num_sms=num_sms,
                 )
-                ids, rows_weights = received.ids, None if topk_weights is None else received.weights
             else:
                 received = calls.dispatch_along(tokens, handle._routes, scales)
                 ids = handle._recv_topk_idx.clone()
-                rows_weights = None if topk_weights is None else _weights_along(calls, handle, topk_weights)
+                weights = None if topk_weights is None else _weights_along(calls, handle, topk_weights)
             rows, row_scales = received.x, received.scales
             if do_expand:
                 ids = None
                 rows = handle._expanded(rows, do_zero_padding)
                 row_scales = None if row_scales is None else handle._expanded(row_scales, do_zero_padding)
-                rows_weights = None if rows_weights is None else handle._expanded_weights(rows_weights)
+                weights = None if weights is None else handle._expanded_weights(weights)
             if row_scales is not None and use_tma_aligned_col_major_sf:
                 row_scales = _by_columns(row_scales)
             if stats is not None:
                 stats.add_(handle.num_unaligned_recv_tokens_per_expert)
-            outputs += [*received, rows, row_scales, ids, rows_weights, *handle._tensors()]
+            outputs += [*received, rows, row_scales, ids, weights, *handle._tensors()]
         brought: _Tokens = rows if row_scales is None else (rows, row_scales)
-        return brought, ids, rows_weights, handle, order.event
+        return brought, ids, weights, handle, order.event
+
+    def _sizes(
+        self, count: int, topk_idx: Tensor | None, num_experts: Any, num_max_tokens_per_rank: Any, expert_alignment: Any
+    ) -> "_Sizes":
+        """The checked arguments of a fresh dispatch of so many tokens."""
+        call = "dispatch"
+        if topk_idx is None or num_experts is None:
+            raise ValueError(f"{call}: without a handle pass topk_idx and num_experts")
+        check_ids(call, topk_idx)
+        if num_max_tokens_per_rank is None:
+            num_max_tokens_per_rank = self.num_max_tokens_per_rank
+        sizes = _Sizes(
+            topk_idx,
+            experts(call, num_experts, self.num_ranks),
+            whole(call, "num_max_tokens_per_rank", num_max_tokens_per_rank, 1),
+            whole(call, "expert_alignment", 1 if expert_alignment is None else expert_alignment, 1),
+        )
+        if count > sizes.num_max_tokens_per_rank:
+            raise ValueError(f"{call}: {count} tokens are more than num_max_tokens_per_rank, {sizes.num_max_tokens_per_rank}")
+        return sizes
+
+    def _check_beside(self, count: int, sizes: "_Sizes", weights: Tensor | None, stats: Tensor | None) -> Tensor | None:
+        """The weights of a dispatch of so many tokens, after the checks of all that goes with these."""
+        call, shape, local = "dispatch", [count, sizes.choices.shape[1]], sizes.num_experts // self.num_ranks
+        if len(sizes.choices) != count:
+            raise ValueError(f"{call}: x has {count} tokens, and there are choices of {len(sizes.choices)}")
+        if weights is not None and list(weights.shape) != shape:
+            raise ValueError(f"{call}: topk_weights must be of shape [T, K] = {shape}, not {list(weights.shape)}")
+        if stats is not None and stats.dtype != torch.int32:
+            raise TypeError(f"{call}: the statistics must be torch.int32, not {stats.dtype}")
+        if stats is not None and list(stats.shape) != [local]:
+            raise ValueError(f"{call}: the statistics must be of shape [L] = [{local}], not {list(stats.shape)}")
+        return None if weights is None else router_weights(call, weights)
+
+    def _fresh(
+        self, calls: Calls, x: Tensor, scales: Tensor | None, sizes: "_Sizes", weights: Tensor | None, waits: bool
+    ) -> tuple[Received, Handle]:
+        """Sends tokens by their choices, with weights of 0 where there are none."""
+        layout = calls.layout(sizes.choices, sizes.num_experts, call="dispatch")
+        if weights is None:
+            weights = sizes.choices.new_zeros(sizes.choices.shape, dtype=torch.float32)
+        capacity = None if waits else self.num_ranks * sizes.num_max_tokens_per_rank
+        return calls.dispatch(x, layout, sizes.choices, weights, scales, capacity)
 
     def combine(
         self,
@@ -403,8 +398,8 @@ class ElasticBuffer(ElasticSessions):
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         num_sms: int = 0,
         num_qps: int = 0,
-        previous_event: _Event = None,
-        previous_event_before_epilogue: _Event = None,
+        previous_event: AnyEvent = None,
+        previous_event_before_epilogue: AnyEvent = None,
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
@@ -479,8 +474,8 @@ class ElasticBuffer(ElasticSessions):
         return stream
 
     def _order(
-        self, call: str, x: Tensor, previous: _Event, before_epilogue: _Event, is_async: bool, allocates_there: bool
-    ) -> "_Order":
+        self, call: str, x: Tensor, previous: AnyEvent, before_epilogue: AnyEvent, is_async: bool, allocates_there: bool
+    ) -> StreamOrder:
         events = {"previous_event": previous, "previous_event_before_epilogue": before_epilogue}
         for name, event in events.items():
             if event is not None and not isinstance(event, (EventHandle, EventOverlap)):
@@ -488,95 +483,39 @@ class ElasticBuffer(ElasticSessions):
         if previous is not None and not allocates_there:
             raise ValueError(f"{call}: previous_event needs allocate_on_comm_stream")
         stream = self._stream_of(x.device) if x.is_cuda and (is_async or allocates_there) else None
-        return _Order(x.device, stream, previous, before_epilogue, is_async)
+        return StreamOrder(x.device, stream, previous, before_epilogue, is_async)
 
 
-class _Order:
-    """How a call is ordered on a GPU: in the current stream, or in ``stream``, behind ``previous`` or else the current stream. The
-    current stream then waits for its end, unless it ``is_async``. New tensors are of the stream that the call is in."""
+class _Sizes(NamedTuple):
+    """What a dispatch goes by."""
 
-    def __init__(
-        self, device: torch.device, stream: torch.cuda.Stream | None, previous: _Event, before_epilogue: _Event, is_async: bool
-    ) -> None:
-        self._device, self._stream, self._is_async = device, stream, is_async
-        self._is_behind_current = previous is None
-        handles = [event.event if isinstance(event, EventOverlap) else event for event in (previous, before_epilogue)]
-        self._events = [handle for handle in handles if handle is not None]
-        #: The end of the call.
-        self.event = EventOverlap()
-
-    @contextmanager
-    def run(self, inputs: list[Any], outputs: list[Any]) -> Iterator[None]:
-        """In this the call is made; ``outputs`` gets its new tensors."""
-        stream = self._stream
-        if stream is None:
-            if self._device.type == "cuda":
-                for event in self._events:
-                    event.stream_wait(torch.cuda.current_stream(self._device))
-            yield
-        else:
-            current = torch.cuda.current_stream(self._device)
-            if self._is_behind_current:
-                stream.wait_stream(current)
-            for event in self._events:
-                event.stream_wait(stream)
-            with torch.cuda.stream(stream):
-                yield
-            _keep(inputs, stream)
-            _keep(outputs, current)
-            if not self._is_async:
-                current.wait_stream(stream)
-        if self._is_async:
-            self.event = EventOverlap(EventHandle(stream))
+    choices: Tensor
+    num_experts: int
+    num_max_tokens_per_rank: int
+    expert_alignment: int
 
 
-def get_physical_domain_size(group: _Group) -> tuple[int, int]:
-    """How many ranks of a group are reached by RDMA, and by NVLink: 1 and ``R``. Raises ``NotImplementedError`` for ranks on several
-    nodes."""
-    return 1, _of_one_node("get_physical_domain_size", group).world_size
-
-
-def get_logical_domain_size(group: _Group, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """How many domains a group is divided into, and how many ranks each has: 1 and ``R``, whatever ``allow_hybrid_mode``. Raises
-    ``NotImplementedError`` for ranks on several nodes."""
-    return 1, _of_one_node("get_logical_domain_size", group).world_size
-
-
-def _of_one_node(call: str, group: _Group) -> Communicator:
-    comm = communicator(call, group)
-    if len(comm.nodes) > 1:
-        raise NotImplementedError(f"{call}: the ranks are on {len(comm.nodes)} nodes; mixtures of experts are served within one")
-    return comm
-
-
-def _no_engram(call: str) -> NoReturn:
-    raise NotImplementedError(f"{call}: Engram fetches entries of other ranks' memory by RDMA, for which there is no operation here")
-
-
-def _buffer_bytes(name: str, size: Any, least: int) -> int:
-    number = whole("ElasticBuffer", name, size, least, LARGEST)
-    if number % ALIGNMENT:
-        raise ValueError(f"ElasticBuffer: {name} must be a multiple of {ALIGNMENT}, not {number}")
-    return number
-
-
-def _size_hint(call: str, count: int, most_tokens: Any, hidden: Any, top_k: Any, is_fp8: bool, allows_reductions: bool) -> int:
-    most_tokens = whole(call, "num_max_tokens_per_rank", most_tokens, 1)
-    hidden, top_k = whole(call, "hidden", hidden, 1), whole(call, "num_topk", top_k, 0, 32) or 32
-    scales = 4 * -(-hidden // 32) if is_fp8 else 0
-    sent = aligned(hidden * (1 if is_fp8 else 2) + scales + top_k * 12 + 16, 32)  # with ids, weights and the token
-    returned = aligned(hidden * 2 + top_k * 4, 32)
-    rows = min(count, top_k) if allows_reductions else top_k
-    size: int = most_tokens * max(count * sent, rows * returned)
-    return aligned(size)
-
-
-def _rate(call: str, name: str, rate: Any, may_be_0: bool = False) -> float:
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)):
-        raise TypeError(f"{call}: {name} must be a number, not {type(rate).__name__}")
-    if not isfinite(rate) or rate < 0 or not (rate or may_be_0):
-        raise ValueError(f"{call}: {name} must be a positive number, not {rate}")
-    return float(rate)
+def _sizes_along(
+    handle: EPHandle,
+    topk_idx: Tensor | None,
+    num_experts: int | None,
+    num_max_tokens_per_rank: int | None,
+    expert_alignment: int | None,
+    do_expand: bool,
+) -> _Sizes:
+    """Those of a handle, which others must equal."""
+    if topk_idx is not None:
+        raise ValueError("dispatch: a handle has the choices already: pass no topk_idx")
+    given = {
+        "num_experts": num_experts,
+        "num_max_tokens_per_rank": num_max_tokens_per_rank,
+        "expert_alignment": expert_alignment,
+        "do_expand": do_expand,
+    }
+    for name, value in given.items():
+        if value is not None and value != getattr(handle, name):
+            raise ValueError(f"dispatch: {name} is {value}, and {getattr(handle, name)} of the handle")
+    return _Sizes(handle.topk_idx, handle.num_experts, handle.num_max_tokens_per_rank, handle.expert_alignment)
 
 
 def _weights_along(calls: Calls, handle: EPHandle, weights: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,23 +12,11 @@ from torch import Tensor
 from antiphon import Communicator, Handle
 from antiphon.comm.cuda_ipc import communicator, uses_cuda
 from antiphon.moe._arguments import check_tensors, refuse_derivatives, whole
+from antiphon.moe.deep_ep.elastic_sizes import LARGEST, Group, aligned
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-__all__ = ["ALIGNMENT", "LARGEST", "ElasticSessions", "aligned"]
-
-#: The sizes of buffers are multiples of this many bytes.
-ALIGNMENT = 2 << 20
-#: The most bytes that a buffer has.
-LARGEST = 2**63 - 1
+__all__ = ["ElasticSessions"]
 
 _Shape: TypeAlias = Sequence[int]
-
-
-def aligned(size: int, multiple: int = ALIGNMENT) -> int:
-    """A size, rounded up."""
-    return -(-size // multiple) * multiple
 
 
 class ElasticSessions:
@@ -117,7 +105,7 @@ class ElasticSessions:
 
     @staticmethod
     def get_agrs_num_max_session_bytes(
-        group: "ProcessGroup | Communicator", shapes: _Shape | Sequence[_Shape], dtype: torch.dtype
+        group: Group, shapes: _Shape | Sequence[_Shape], dtype: torch.dtype
     ) -> int:
         """The bytes that all-gathers of tensors of these shapes, or of one, come to in a session: those of each result, in 32s."""
         call = "get_agrs_num_max_session_bytes"
@@ -125,7 +113,7 @@ class ElasticSessions:
         return sum(_gathered_bytes(count, shape, dtype) for shape in _shapes(call, shapes)[0])
 
     @staticmethod
-    def get_agrs_buffer_size_hint(group: "ProcessGroup | Communicator", num_max_session_bytes: int) -> int:
+    def get_agrs_buffer_size_hint(group: Group, num_max_session_bytes: int) -> int:
         """The bytes of a session, in 2 MiB, whatever the ``group``."""
         return aligned(whole("get_agrs_buffer_size_hint", "num_max_session_bytes", num_max_session_bytes, most=LARGEST))
 

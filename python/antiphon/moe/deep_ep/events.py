@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from antiphon.moe._calls import Side
 
-__all__ = ["CallOrder", "EventHandle", "EventOverlap", "topk_idx_t"]
+__all__ = ["AnyEvent", "CallOrder", "EventHandle", "EventOverlap", "StreamOrder", "topk_idx_t"]
 
 #: The type of experts' numbers.
 topk_idx_t = torch.int64
@@ -67,6 +67,10 @@ class EventOverlap:
         self._releases = False
 
 
+#: What calls take as an event.
+AnyEvent: TypeAlias = EventHandle | EventOverlap | None
+
+
 class CallOrder:
     """How a call is ordered on a GPU, as DeepEP's callers ask: on a stream of the buffer, behind ``previous_event`` or else what is
     in the current stream. With ``async_finish`` the current stream does not wait for its end, which the event is.
@@ -115,6 +119,45 @@ class CallOrder:
         else:
             yield
         if self._async_finish:
+            self.event = EventOverlap(EventHandle(stream))
+
+
+class StreamOrder:
+    """How an ``ElasticBuffer``'s call is ordered on a GPU: in the current stream, or in ``stream``, behind ``previous`` or else the current stream. The
+    current stream then waits for its end, unless it ``is_async``. New tensors are of the stream that the call is in."""
+
+    def __init__(
+        self, device: torch.device, stream: torch.cuda.Stream | None, previous: AnyEvent, before_epilogue: AnyEvent, is_async: bool
+    ) -> None:
+        self._device, self._stream, self._is_async = device, stream, is_async
+        self._is_behind_current = previous is None
+        handles = [event.event if isinstance(event, EventOverlap) else event for event in (previous, before_epilogue)]
+        self._events = [handle for handle in handles if handle is not None]
+        #: The end of the call.
+        self.event = EventOverlap()
+
+    @contextmanager
+    def run(self, inputs: list[Any], outputs: list[Any]) -> Iterator[None]:
+        """In this the call is made; ``outputs`` gets its new tensors."""
+        stream = self._stream
+        if stream is None:
+            if self._device.type == "cuda":
+                for event in self._events:
+                    event.stream_wait(torch.cuda.current_stream(self._device))
+            yield
+        else:
+            current = torch.cuda.current_stream(self._device)
+            if self._is_behind_current:
+                stream.wait_stream(current)
+            for event in self._events:
+                event.stream_wait(stream)
+            with torch.cuda.stream(stream):
+                yield
+            _keep(inputs, stream)
+            _keep(outputs, current)
+            if not self._is_async:
+                current.wait_stream(stream)
+        if self._is_async:
             self.event = EventOverlap(EventHandle(stream))
 
 
