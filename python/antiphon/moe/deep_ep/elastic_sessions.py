@@ -288,6 +288,7 @@ def _shapes(call: str, shapes: Any) -> tuple[list[tuple[int, ...]], bool]:
 
     if isinstance(shapes, tuple) and not any(isinstance(each, Sequence) for each in shapes):
         return [one(shapes)], True
-    if not isinstance(shapes, Sequence) or not shapes or not all(isinstance(each, Sequence) for each in shapes):
+    is_sequence = isinstance(shapes, Sequence) and not isinstance(shapes, str)
+    if not is_sequence or not shapes or not all(isinstance(each, Sequence) for each in shapes):
         raise TypeError(f"{call}: shapes must be a tuple of sizes, or a sequence of such tuples, not {shapes!r}")
     return [one(shape) for shape in shapes], False
