@@ -374,7 +374,7 @@ def test_a_handle_serves_again(world_size: int, waits: bool) -> None:
             assert isinstance(again, Tensor) and same is handle and same_weights is not None
             same_bits(again[:count][valid], rows[:count][valid] * 2)
             same_bits(same_weights[:count], row_weights[:count] * 4)
-            assert expands or (ids is not None and torch.equal(same_ids, ids))
+            assert expands or (ids is not None and same_ids is not None and torch.equal(same_ids, ids))
             bare = other.dispatch(x, handle=handle, do_expand=expands)
             assert bare[2] is None
             combined = buffer.combine(rows, handle)[0]
@@ -433,7 +433,7 @@ def test_nothing_to_send(expands: bool, waits: bool) -> None:
         for count, top_k in ((0, 2), (4, 2), (4, 0), (0, 0)):
             x, ids = torch.ones(count, H).bfloat16(), torch.full((count, top_k), -1)
             weights = torch.ones(count, top_k)
-            options = {"do_expand": expands, "do_zero_padding": expands}
+            options: dict[str, Any] = {"do_expand": expands, "do_zero_padding": expands}
             rows, _, row_weights, handle, _ = buffer.dispatch(
                 x, ids, weights, num_experts=4, expert_alignment=8, do_cpu_sync=waits, **options
             )

@@ -35,7 +35,7 @@ def test_a_dispatch_refuses_wrong_arguments() -> None:
         stats = torch.zeros(3, dtype=torch.int32)
 
         def call(**changed: Any) -> Callable[[], Any]:
-            return lambda: buffer.dispatch(**(good | changed))
+            return lambda: buffer.dispatch(**{**good, **changed})
 
         refused([
             (TypeError, "x must be a torch.Tensor, not ndarray", call(x=np.ones((4, H)))),
@@ -93,7 +93,8 @@ def test_a_call_along_a_handle_refuses_what_is_not_the_handles() -> None:
         (n, p), t = (len(rows), len(spread)), len(x)
 
         def dispatch(**changed: Any) -> Callable[[], Any]:
-            return lambda: buffer.dispatch(**({"x": x, "handle": handle} | changed))
+            arguments: dict[str, Any] = {"x": x, "handle": handle, **changed}
+            return lambda: buffer.dispatch(**arguments)
 
         def combine(*arguments: Any, **named: Any) -> Callable[[], Any]:
             return lambda: buffer.combine(*arguments, **named)

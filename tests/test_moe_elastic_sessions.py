@@ -131,14 +131,14 @@ def test_sessions_of_all_gathers(world_size: int) -> None:
         number, kept = 0, []
         for _ in range(12):
             with buffer.agrs_new_session():
-                waits = []
+                waits: list[Any] = []
                 for _ in range(choose.randint(1, most)):
                     chosen = [choose.choice(shapes) for _ in range(choose.randint(1, 2) if len(waits) < most - 2 else 1)]
                     numbers = list(range(number, number + len(chosen)))
                     number += len(chosen)
                     mine = [value(rank, n, shape) for n, shape in zip(numbers, chosen, strict=True)]
                     if choose.random() < 0.5:
-                        places = buffer.agrs_get_inplace_tensor(chosen, torch.bfloat16)
+                        places = buffer.agrs_get_inplace_tensor(chosen, torch.bfloat16, "cpu")
                         for place, source in zip(places, mine, strict=True):
                             place.copy_(source)
                         mine = list(places)

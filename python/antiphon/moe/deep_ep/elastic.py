@@ -425,7 +425,8 @@ class ElasticBuffer(ElasticSessions):
         refuse_derivatives(call, x, topk_weights, *biases)
         if not x.dtype.is_floating_point or x.element_size() == 1:
             raise TypeError(f"{call}: x must be of float32, float16, bfloat16 or float64, whose rows have sums, not {x.dtype}")
-        size, tokens, top_k = handle.rows, *handle.topk_idx.shape
+        size = handle.rows
+        tokens, top_k = handle.topk_idx.shape
         if x.dim() != 2 or len(x) != size:
             name = "[P, H]" if handle.do_expand else "[N, H]"
             raise ValueError(f"{call}: x must be of shape {name} = [{size}, H], not {list(x.shape)}")
