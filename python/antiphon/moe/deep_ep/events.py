@@ -127,7 +127,12 @@ class StreamOrder:
     current stream then waits for its end, unless it ``is_async``. New tensors are of the stream that the call is in."""
 
     def __init__(
-        self, device: torch.device, stream: torch.cuda.Stream | None, previous: AnyEvent, before_epilogue: AnyEvent, is_async: bool
+        self,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        previous: AnyEvent,
+        before_epilogue: AnyEvent,
+        is_async: bool,
     ) -> None:
         self._device, self._stream, self._is_async = device, stream, is_async
         self._is_behind_current = previous is None
