@@ -123,8 +123,8 @@ class CallOrder:
 
 
 class StreamOrder:
-    """How an ``ElasticBuffer``'s call is ordered on a GPU: in the current stream, or in ``stream``, behind ``previous`` or else the current stream. The
-    current stream then waits for its end, unless it ``is_async``. New tensors are of the stream that the call is in."""
+    """How an ``ElasticBuffer``'s call is ordered on a GPU: in the current stream, or in ``stream``, behind ``previous`` or else the
+    current stream. That then waits for its end, unless it ``is_async``. New tensors are of the stream that the call is in."""
 
     def __init__(
         self,
