@@ -38,10 +38,10 @@ _SCALES_OF_16_BYTES = 4
 class ElasticBuffer(ElasticSessions):
     """Dispatch and combine between the ranks of a group, with the names of DeepEP's version 2; pipelines and all-gathers besides.
 
-    All ranks make it together, from a torch process group of any backend or an :class:`antiphon.Communicator`. It takes
-    ``num_bytes``, of which ``num_cpu_bytes`` would be on the host, or else sizes of which :meth:`get_buffer_size_hint` makes them. They are
-    only kept for those who ask: memory does not depend on them, and buffers of one group share it. ``num_max_tokens_per_rank`` is the default
-    of :meth:`dispatch`.
+    All ranks make it together, from a torch process group of any backend or an :class:`antiphon.Communicator`. It takes ``num_bytes``,
+    of which ``num_cpu_bytes`` would be on the host, or else the sizes that :meth:`get_buffer_size_hint` takes. They are only kept for
+    those who ask: memory does not depend on them, and buffers of one group share it. ``num_max_tokens_per_rank`` is also the default of
+    :meth:`dispatch`.
 
     Received rows are always in the order of source rank and token, ``deterministic`` or not. Without ``allow_multiple_reduction`` a sum over
     rows of ``do_expand`` is rounded once, and rows travel in float32; with it each rank rounds what it sends. Without
@@ -226,7 +226,8 @@ class ElasticBuffer(ElasticSessions):
         stream = self.get_comm_stream() if use_comm_stream else current
         if use_comm_stream:
             stream.wait_stream(current)
-        self._comm.barrier(device=device, stream=stream.cuda_stream)
+        with torch.cuda.stream(stream):
+            self._comm.barrier(device=device)
         if use_comm_stream:
             current.wait_stream(stream)
         if with_cpu_sync:
