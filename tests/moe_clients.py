@@ -1,19 +1,21 @@
 """Clients of mixtures of experts as their authors wrote them, on Antiphon under the name ``deep_ep``.
 
-    python tests/moe_clients.py --megatron PATH [--deep-ep PATH] [--hybrid-ep PATH] [--ranks 2] [--device cpu]
+    python tests/moe_clients.py --megatron PATH [--deep-ep PATH] [--hybrid-ep PATH] [--elastic PATH] [--ranks 2] [--device cpu]
 
-The paths are checkouts: Megatron-LM (Megatron-Core 0.16 or later), DeepEP at 567632d, and its branch hybrid-ep at 94a9f8f.
-Megatron's ``MoEFlexTokenDispatcher`` runs with its own ``fused_a2a.py`` on CPUs or GPUs. DeepEP's tests, and Megatron's tests of the dispatcher, need GPUs.
+The paths are checkouts: Megatron-LM (Megatron-Core 0.16 or later), DeepEP at 567632d, its branch hybrid-ep at 94a9f8f, and its version 2 at dd758ca.
+Megatron's ``MoEFlexTokenDispatcher`` runs with its own ``fused_a2a.py`` on CPUs or GPUs. DeepEP's tests of version 1, and Megatron's tests of
+the dispatcher, need GPUs; on CPUs the tests of version 2 run with the word ``cpu`` in place of ``cuda``. Those measure nothing here.
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import ranks
@@ -183,11 +185,80 @@ def deep_ep_tests(deep_ep: str, world_size: int, names: Sequence[str]) -> None:
         subprocess.run(command, cwd=os.path.join(deep_ep, "tests"), check=True, timeout=600, env=environment)
 
 
+class Passed(Exception):
+    """The part of a test that compares is over; another that measures would follow."""
+
+
+def elastic_tests(deep_ep: str, name: str, device: str, changes: dict[str, Any]) -> None:
+    """One rank: a test of DeepEP's version 2 with its own ``deep_ep.utils``, on our ``deep_ep``."""
+    import antiphon.torch  # noqa: F401
+    from antiphon import compat
+
+    compat.install("deep_ep")
+    import deep_ep as ours
+
+    local, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def load(module: str, file: str) -> Any:
+        path = os.path.join(deep_ep, file)
+        with open(path) as source:
+            text = source.read()
+        sys.modules[module] = made = ModuleType(module)
+        made.__package__ = module.rpartition(".")[0]
+        exec(compile(text.replace("'cuda'", repr(device)), path, "exec"), vars(made))
+        return made
+
+    def init_dist(*_arguments: Any, seed: int = 0) -> tuple[int, int, Any]:
+        if device == "cuda":
+            torch.cuda.set_device(local)
+        dist.init_process_group("nccl" if device == "cuda" else "antiphon")
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device(device)
+        envs._local_rank = local
+        envs.init_seed(seed)
+        return dist.get_rank(), dist.get_world_size(), dist.new_group(list(range(world_size)))
+
+    def passed(*_arguments: Any, **_named: Any) -> None:
+        raise Passed
+
+    ours._C = sys.modules["deep_ep._C"] = ModuleType("deep_ep._C")
+    ours._C.EventHandle = ours.EventHandle
+    for each in ("semantic", "math", "comm", "envs", "gate", "refs", "testing"):
+        load(f"deep_ep.utils.{each}", f"deep_ep/utils/{each}.py")
+    envs = sys.modules["deep_ep.utils.envs"]
+    envs.init_dist, envs.get_rdma_gbs = init_dist, lambda *_: 1.0
+    sys.modules["deep_ep.utils.testing"].bench_kineto = passed
+    if device == "cpu":
+        torch.cuda.synchronize = torch.cuda._sleep = lambda *_: None
+    test = load(name, f"tests/elastic/{name}.py")
+    if name == "test_agrs":
+        ours.ElasticBuffer.destroy = passed
+    # The arguments of its command line, with which it would start processes.
+    found: list[Any] = []
+    torch.multiprocessing.spawn = lambda _function, args, nprocs: found.append(args[1])
+    sys.argv = [name, "--num-processes", str(world_size)]
+    text = open(os.path.join(deep_ep, f"tests/elastic/{name}.py")).read()
+    exec(compile(text[text.index("if __name__") :], name, "exec"), vars(test) | {"__name__": "__main__"})
+    options = argparse.Namespace(**(vars(found[0]) | changes))
+    with contextlib.suppress(Passed):
+        getattr(test, "test_loop" if hasattr(test, "test_loop") else "test")(local, world_size, options)
+
+
+#: The tests of DeepEP's version 2 that one machine can run, and what of their command line is changed.
+ELASTIC = {
+    "test_ep": {"num_tokens": 40, "hidden": 512, "num_topk": 3, "num_experts": 48, "skip_perf_test": True, "masked_ratio": 0.2},
+    "test_agrs": {"num_stress_iterations": 1},
+    "test_pp": {"num_tokens": 256, "hidden": 512},
+    "test_barrier": {},
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megatron", metavar="PATH")
     parser.add_argument("--deep-ep", metavar="PATH")
     parser.add_argument("--hybrid-ep", metavar="PATH")
+    parser.add_argument("--elastic", metavar="PATH")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -211,6 +282,8 @@ def main() -> None:
     ):
         if checkout and options.device == "cuda":
             run(f"DeepEP's {names[0]}", deep_ep_tests, os.path.abspath(checkout), options.ranks, names)
+    for name, changes in ELASTIC.items() if options.elastic else ():
+        run(f"DeepEP's {name}", on_ranks, elastic_tests, os.path.abspath(options.elastic), name, options.device, changes)
     sys.exit(f"failed: {', '.join(failures)}" if failures else 0)
 
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from antiphon.moe._calls import Side
 
-__all__ = ["CallOrder", "EventHandle", "EventOverlap", "topk_idx_t"]
+__all__ = ["AnyEvent", "CallOrder", "EventHandle", "EventOverlap", "StreamOrder", "topk_idx_t"]
 
 #: The type of experts' numbers.
 topk_idx_t = torch.int64
@@ -38,24 +38,37 @@ class EventHandle:
 
 class EventOverlap:
     """An event, with ``extra_tensors`` that must last until it is reached. As a context manager, the current stream waits for it when
-    the block ends."""
+    the block ends; ``with event(release_handle=True)`` also lets go of it then."""
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Tensor, ...] | None = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
+        self._releases = False
 
-    def current_stream_wait(self) -> None:
-        """Has the current stream wait for the event. Raises ``RuntimeError`` without one."""
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Has the current stream wait for the event, and lets go of it with ``release_handle``. Raises ``RuntimeError`` without one."""
         if self.event is None:
             raise RuntimeError("this EventOverlap has no event: the call was not asynchronous")
         self.event.current_stream_wait()
+        if release_handle:
+            self.event = None
+
+    def __call__(self, release_handle: bool = False) -> "EventOverlap":
+        """This event, for a ``with`` that lets go of it at its end with ``release_handle``."""
+        self._releases = release_handle
+        return self
 
     def __enter__(self) -> "EventOverlap":
         return self
 
     def __exit__(self, *_exception: Any) -> None:
         if self.event is not None:
-            self.event.current_stream_wait()
+            self.current_stream_wait(self._releases)
+        self._releases = False
+
+
+#: What calls take as an event.
+AnyEvent: TypeAlias = EventHandle | EventOverlap | None
 
 
 class CallOrder:
@@ -106,6 +119,50 @@ class CallOrder:
         else:
             yield
         if self._async_finish:
+            self.event = EventOverlap(EventHandle(stream))
+
+
+class StreamOrder:
+    """How an ``ElasticBuffer``'s call is ordered on a GPU: in the current stream, or in ``stream``, behind ``previous`` or else the
+    current stream. That then waits for its end, unless it ``is_async``. New tensors are of the stream that the call is in."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        previous: AnyEvent,
+        before_epilogue: AnyEvent,
+        is_async: bool,
+    ) -> None:
+        self._device, self._stream, self._is_async = device, stream, is_async
+        self._is_behind_current = previous is None
+        handles = [event.event if isinstance(event, EventOverlap) else event for event in (previous, before_epilogue)]
+        self._events = [handle for handle in handles if handle is not None]
+        #: The end of the call.
+        self.event = EventOverlap()
+
+    @contextmanager
+    def run(self, inputs: list[Any], outputs: list[Any]) -> Iterator[None]:
+        """In this the call is made; ``outputs`` gets its new tensors."""
+        stream = self._stream
+        if stream is None:
+            if self._device.type == "cuda":
+                for event in self._events:
+                    event.stream_wait(torch.cuda.current_stream(self._device))
+            yield
+        else:
+            current = torch.cuda.current_stream(self._device)
+            if self._is_behind_current:
+                stream.wait_stream(current)
+            for event in self._events:
+                event.stream_wait(stream)
+            with torch.cuda.stream(stream):
+                yield
+            _keep(inputs, stream)
+            _keep(outputs, current)
+            if not self._is_async:
+                current.wait_stream(stream)
+        if self._is_async:
             self.event = EventOverlap(EventHandle(stream))
 
 
