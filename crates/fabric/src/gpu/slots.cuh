@@ -238,16 +238,16 @@ DEVICE bool advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32
     const u32 number = t.words.x >> NUMBER_AT, blocks_before = t.words.x >> SLOT_BITS & ((1u << BLOCK_BITS) - 1);
     u32 owner = EMPTY, note = number - 1;
     if (claims) block_end::prepare(number);
-    const u32 next = t.index() == SLOTS - 1 ? 0 : t.index() + 1;
-    if (claims && !t.has_failed()) { // after a failure there is no slot, nor a next one
+    if (claims && !t.has_failed()) {
         owner = atomicCAS(owner_of(a, t.slot), EMPTY, grid_number());
         if (blockIdx.x < blocks_before) note = ld_relaxed_sys(note_of(a, blockIdx.x));
-        if (blockIdx.x == 0) *owner_of(a, SLOTS_AT + next * a.slot_stride) = EMPTY;
     }
     if (has_tag() && !t.has_failed()) {
         store_tag(a.peer[threadIdx.x] + t.slot + a.rank * 16, a.doing.low, a.doing.high);
         store16(a.own + t.before + rank_of(a, threadIdx.x) * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY)); // races: a hint may have seen the tag
     }
+    const u32 next = t.index() == SLOTS - 1 ? 0 : t.index() + 1; // after a failure there is no slot, nor a next one
+    if (blockIdx.x == 0 && claims && !t.has_failed()) *owner_of(a, SLOTS_AT + next * a.slot_stride) = EMPTY;
     if (__syncthreads_or(t.has_failed())) return false; // all threads have read the block's own copy
     for (u32 copy = blockIdx.x + threadIdx.x * gridDim.x; copy < MAX_BLOCKS; copy += blockDim.x * gridDim.x) {
         // Not the whole vector: another block, or one of the other channel, may have failed meanwhile.
