@@ -1,5 +1,6 @@
 //! Why a plan was not loaded, or its execution failed.
 
+use antiphon_collectives::CollectiveError;
 use antiphon_device::cuda::CudaError;
 use antiphon_fabric::FabricError;
 use antiphon_plan::{Place, PlanError};
@@ -15,6 +16,9 @@ pub enum ExecutorError {
     /// Something between the ranks: a lost peer, a timeout, ranks that disagree.
     #[error(transparent)]
     Fabric(#[from] FabricError),
+    /// A measurement that failed, or could not be kept.
+    #[error(transparent)]
+    Tuning(CollectiveError),
     /// The plan makes no sense, or does not serve tensors of these sizes.
     #[error(transparent)]
     Plan(std::sync::Arc<PlanError>),
@@ -172,6 +176,15 @@ pub enum ExecutorError {
 impl From<PlanError> for ExecutorError {
     fn from(error: PlanError) -> Self {
         Self::Plan(error.into())
+    }
+}
+
+impl From<CollectiveError> for ExecutorError {
+    fn from(error: CollectiveError) -> Self {
+        match error {
+            CollectiveError::Fabric(error) => Self::Fabric(error),
+            error => Self::Tuning(error),
+        }
     }
 }
 

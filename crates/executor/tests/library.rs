@@ -114,17 +114,19 @@ fn ragged_chunks_are_right() {
     }
 }
 
-/// Sums that depend on their order are in the same order on all ranks.
+/// Sums that depend on their order are in the same order on all ranks, and in that of the ranks if the proof says so.
 #[test]
 fn all_ranks_get_the_same_bits() {
+    let value = |rank: usize, index: usize| 1.0 / (value(rank, index) + 0.1 * (rank + 1) as f32);
+    let in_rank_order = |index: usize| (1..4).fold(value(0, index), |sum, rank| sum + value(rank, index));
+    let in_rank_order: Vec<u32> = (0..256).map(|index| in_rank_order(index).to_bits()).collect();
+    let mut of_rank_order = Vec::new();
     for (algorithm, mut setting) in all(4).filter(|(algorithm, _)| algorithm.collective == "allreduce") {
         setting.nodes = 4;
         let proved = VerifiedPlan::new(algorithm.plan(&setting).unwrap(), &Proof::default()).unwrap();
         let outputs = LocalWorld::run(4, |comm| {
             let mut plan = LoadedPlan::load(&comm, &proved, Options::default()).unwrap();
-            let mut both: Vec<f32> = (0..256)
-                .map(|index| 1.0 / (value(comm.rank(), index) + 0.1 * (comm.rank() + 1) as f32))
-                .collect();
+            let mut both: Vec<f32> = (0..256).map(|index| value(comm.rank(), index)).collect();
             match setting.inplace {
                 true => plan.execute_in_place(&comm, &mut both).unwrap(),
                 false => plan.execute(&comm, &both.clone(), &mut both).unwrap(),
@@ -132,5 +134,9 @@ fn all_ranks_get_the_same_bits() {
             both.into_iter().map(f32::to_bits).collect::<Vec<_>>()
         });
         assert!(outputs.iter().all(|bits| *bits == outputs[0]), "{}", algorithm.name);
+        assert!(!proved.report().in_rank_order || outputs[0] == in_rank_order, "{}", algorithm.name);
+        of_rank_order.extend(proved.report().in_rank_order.then_some(algorithm.name));
     }
+    of_rank_order.dedup();
+    assert_eq!(of_rank_order, ["push-two-shot-all-reduce"]);
 }

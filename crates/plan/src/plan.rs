@@ -67,14 +67,30 @@ impl Plan {
 
     /// Whether it computes with elements, and does not only move them.
     pub fn reduces(&self) -> bool {
-        let inner = |op: &Op| {
-            matches!(op.kind, OpKind::Reduce(_) | OpKind::SwitchReduce(_) | OpKind::SwitchReduceBroadcast(_))
+        !self.reductions().is_empty()
+    }
+
+    /// How it computes with elements: each reduction once, in the order in which ranks, thread blocks and operations name them first.
+    pub fn reductions(&self) -> Vec<ReduceOp> {
+        let reduction = |op: &Op| match &op.kind {
+            OpKind::Reduce(reduce) => Some(reduce.op),
+            OpKind::SwitchReduce(reduce) => Some(reduce.op),
+            OpKind::SwitchReduceBroadcast(reduce) => Some(reduce.op),
+            _ => None,
         };
-        let mut ops = self.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops);
-        ops.any(|op| match &op.kind {
-            OpKind::Pipeline(pipeline) => pipeline.ops.iter().any(inner),
-            _ => inner(op),
-        })
+        let mut found = Vec::new();
+        for op in self.gpus.iter().flat_map(|gpu| &gpu.threadblocks).flat_map(|block| &block.ops) {
+            let each = match &op.kind {
+                OpKind::Pipeline(pipeline) => &pipeline.ops[..],
+                _ => std::slice::from_ref(op),
+            };
+            for reduction in each.iter().filter_map(reduction) {
+                if !found.contains(&reduction) {
+                    found.push(reduction);
+                }
+            }
+        }
+        found
     }
 
     /// The operation at a place, if there is one.

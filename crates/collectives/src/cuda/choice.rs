@@ -4,14 +4,17 @@ use std::{cell::RefCell, ops::RangeInclusive, time::Duration};
 
 use antiphon_device::{
     ReduceOp,
-    cuda::{DeviceMemory, Event, Graph, Stream, StreamRef, memory},
+    cuda::{CudaError, DeviceMemory, Event, Graph, Stream, StreamRef, memory},
 };
 use antiphon_fabric::Communicator;
 use antiphon_tensor::DType;
 use antiphon_tuning::Key;
 
 use super::{Algorithm, CudaCollectives};
-use crate::{AlgorithmTable, error::Result};
+use crate::{
+    AlgorithmTable,
+    error::{CollectiveError, Result},
+};
 
 /// The number of bytes from which on two-shot is faster than one-shot, with more than two ranks: there one-shot's (W − 1)·n bytes
 /// cost more than a second hop. With two ranks both send as many bytes, but two-shot sends them in longer bursts. Measured on H200s
@@ -64,8 +67,8 @@ pub fn tune(
     })
 }
 
-/// The tensors with which a rank measures.
-pub(crate) struct Clock<'a> {
+/// Times calls on a GPU, as [`tune`] does: all ranks time the same calls together.
+pub struct Clock<'a> {
     collectives: &'a CudaCollectives,
     stream: Stream,
     start: Event,
@@ -75,8 +78,13 @@ pub(crate) struct Clock<'a> {
 }
 
 impl<'a> Clock<'a> {
-    /// Allocates an input and an output of `largest` bytes each.
-    pub(crate) fn new(collectives: &'a CudaCollectives, largest: usize) -> Result<Self> {
+    /// A clock on a stream of its own, with an input and an output of `largest` bytes each for the collectives' own operations. All ranks
+    /// make it together.
+    ///
+    /// # Errors
+    /// [`FabricError::Device`](antiphon_fabric::FabricError::Device) without that memory; as
+    /// [`CudaCollectives::prepare`](CudaCollectives::prepare).
+    pub fn new(collectives: &'a CudaCollectives, largest: usize) -> Result<Self> {
         let context = collectives.context();
         let (stream, len) = (context.stream()?, largest.max(DTYPE.size()));
         let (input, output) = (DeviceMemory::allocate(context, len)?, DeviceMemory::allocate(context, len)?);
@@ -87,11 +95,19 @@ impl<'a> Clock<'a> {
         Ok(Self { collectives, stream, start, end, input, output: RefCell::new(output) })
     }
 
-    /// The time of one call among several: of a graph, so that the host's share is none of it, in which the GPUs wait for
-    /// each other before the clock starts.
-    pub(crate) fn time(&self, bytes: usize, call: impl Fn(StreamRef<'_>) -> Result<()>) -> Result<Duration> {
+    /// The time of one call among several, of about `bytes` bytes: of a graph, so that the host's share is none of it, in which the GPUs
+    /// wait for each other before the clock starts. `call` puts the call into a stream, and the memory that it uses lives until this
+    /// returns.
+    ///
+    /// # Errors
+    /// Those of `call`; of the GPU, and of a barrier for which ranks do not come.
+    pub fn time<E: From<CollectiveError> + From<CudaError>>(
+        &self,
+        bytes: usize,
+        call: impl Fn(StreamRef<'_>) -> Result<(), E>,
+    ) -> Result<Duration, E> {
         let calls = (32 << 20) / (bytes + (512 << 10)) + 4;
-        let graph = Graph::capture(&self.stream, |stream| -> Result<()> {
+        let graph = Graph::capture(&self.stream, |stream| -> Result<(), E> {
             self.collectives.barrier(stream)?;
             self.start.record_external(stream)?;
             (0..calls).try_for_each(|_| call(stream))?;

@@ -60,7 +60,7 @@ use crate::{
 };
 pub use antiphon_fabric::gpu::{MAX_WORLD, OnFailure};
 pub use builder::CudaBuilder;
-pub use choice::tune;
+pub use choice::{Clock, tune};
 
 /// Collectives between the GPUs of a communicator's ranks, over their own loads and stores.
 ///

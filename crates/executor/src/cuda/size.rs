@@ -35,6 +35,22 @@ impl CudaPlan {
         self.areas(&Key { dtype, chunk, in_place: false }).map(drop)
     }
 
+    /// The bytes of the input and of the output of a message of `bytes` bytes.
+    ///
+    /// # Errors
+    /// [`ExecutorError::Plan`] and [`Tensor`](ExecutorError::Tensor) for a message that the plan does not serve.
+    pub(super) fn tensor_bytes(&self, dtype: DType, bytes: usize) -> Result<[usize; 2]> {
+        let chunk = self.extent(dtype, bytes)?.chunk() as usize;
+        Ok(self.chunks().map(|chunks| chunks as usize * chunk))
+    }
+
+    /// The least number of bytes from `bytes` on that is a whole number of chunks of a dtype.
+    pub(super) fn whole_message(&self, dtype: DType, bytes: usize) -> usize {
+        let chunks = message(&self.plan.collective, self.chunks()).max(1) as usize;
+        let alignment = (self.plan.buffer_alignment as usize).next_multiple_of(dtype.size().max(1));
+        bytes.next_multiple_of(chunks * alignment.max(1))
+    }
+
     /// The extent of a message, if it can be executed in one launch.
     pub(super) fn extent(&self, dtype: DType, bytes: usize) -> Result<Extent> {
         check_dtype(dtype)?;

@@ -1,5 +1,6 @@
 //! Which plan of a collection does a call.
 
+use antiphon_collectives::cuda::CudaCollectives;
 use antiphon_device::cuda::DeviceMemory;
 use antiphon_executor::{
     ExecutorError,
@@ -98,4 +99,70 @@ fn the_first_that_serves_a_call_does_it_on_4() {
 #[test]
 fn the_first_that_serves_a_call_does_it_on_8() {
     the_first_that_serves(8);
+}
+
+/// What a collection says of each of its plans at a size: whether it has a time, and why it does not do the call.
+fn said(plans: &AlgorithmCollection, bytes: usize) -> Vec<(bool, String)> {
+    let explained = plans.explain("allreduce", DType::F32, bytes);
+    explained.into_iter().map(|each| (each.time.is_some(), each.why_not.unwrap_or_default())).collect()
+}
+
+fn the_fastest(world_size: usize) {
+    let ranks = world_size as u32;
+    let [wide, narrow] = [4, 1].map(|instances| {
+        let mut setting = Setting::new(ranks);
+        setting.options.instances = instances;
+        proved(find("push-two-shot-all-reduce").unwrap().plan(&setting).unwrap())
+    });
+    let ring = plan("ring-all-reduce", ranks, ReduceOp::Sum, u64::MAX);
+    let greatest = plan("push-two-shot-all-reduce", ranks, ReduceOp::Max, u64::MAX);
+    assert!(wide.report().in_rank_order && narrow.report().in_rank_order);
+    assert_eq!(ring.report().in_rank_order, world_size == 1);
+    let sizes = 1 << 10..=4 << 10;
+    on_gpus(world_size, |rank| {
+        let (comm, context) = (&rank.comm, &rank.context);
+        let collectives = CudaCollectives::new(comm, context)?;
+        let collection = |plans: &[&VerifiedPlan]| -> Outcome<AlgorithmCollection> {
+            let mut collection = AlgorithmCollection::new(comm);
+            for plan in plans {
+                collection.add(comm, context, plan, &[], CudaOptions::default())?;
+            }
+            Ok(collection)
+        };
+        let all = [&wide, &ring, &greatest, &narrow];
+        let mut plans = collection(&all)?;
+        plans.tune(comm, &collectives, "allreduce", DType::F32, sizes.clone())?;
+        let bytes = 4 * 256 * world_size;
+        plans.prepare(comm, "allreduce", DType::F32, bytes)?;
+        let sum = (world_size * (world_size + 19) / 2) as f32;
+        assert_eq!(called(rank, &plans, "allreduce", bytes / 4)?, [sum; 2]);
+        let first = said(&plans, bytes);
+        assert_eq!(first.iter().map(|(time, _)| *time).collect::<Vec<_>>(), [true, false, false, true], "{first:?}");
+        for (_, why_not) in &first[1..3] {
+            assert!(why_not.starts_with("it has other results than "), "{first:?}");
+        }
+        assert_eq!(first.iter().filter(|(_, why_not)| why_not.is_empty()).count(), 1, "{first:?}");
+        // All ranks choose alike, and a collection of the same plans finds the times.
+        assert!(comm.exchange_objects(&first)?.iter().all(|theirs| *theirs == first));
+        let mut again = collection(&all)?;
+        again.prepare(comm, "allreduce", DType::F32, bytes)?;
+        assert_eq!(said(&again, bytes), first);
+
+        let mut other_bits = collection(&[&wide, &ring])?.allow_other_bits();
+        other_bits.tune(comm, &collectives, "allreduce", DType::F32, sizes.clone())?;
+        assert!(said(&other_bits, bytes).iter().all(|(time, _)| *time));
+        let none = plans.tune(comm, &collectives, "broadcast", DType::F32, sizes.clone()).unwrap_err();
+        assert!(matches!(none, ExecutorError::NoPlan { .. }), "{none}");
+        Ok(())
+    });
+}
+
+#[test]
+fn a_measurement_chooses_among_plans_of_equal_bits_on_2() {
+    the_fastest(2);
+}
+
+#[test]
+fn a_measurement_chooses_among_plans_of_equal_bits_on_3() {
+    the_fastest(3);
 }

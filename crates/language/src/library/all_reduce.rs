@@ -109,6 +109,44 @@ pub fn two_shot(setting: &Setting) -> Result<Program> {
     Ok(program)
 }
 
+/// Each rank gets its part of all inputs, reduces it in the order of the ranks, and writes the result to all ranks.
+///
+/// 1. When all have begun, a rank writes each other rank that one's part of its input, into a slot for every sender.
+/// 2. When all parts have come, it reduces them, its own among them in its place, and writes the result to all outputs.
+/// 3. It tells all others, and waits for them.
+///
+/// As many bytes as [`two_shot`] moves, all of them written: a write crosses a link once, where a read waits for its way back. The order of the
+/// sums is that of Antiphon's own all-reduce, so the bits are, too.
+///
+/// # Errors
+/// As [`Algorithm::program`](super::Algorithm::program).
+pub fn push_two_shot(setting: &Setting) -> Result<Program> {
+    let program = setting.program("push-two-shot-all-reduce", |n| Collective::all_reduce(n, 1))?;
+    let n = setting.ranks;
+    let mesh = Mesh::<MemoryChannel>::all(&program)?;
+    let scratch = scratch(&program, n.into())?;
+    for own in 0..n {
+        let (rank, part) = (program.rank(own)?, own.into());
+        let (input, result) = (rank.input(), setting.result(&rank).chunk(part)?);
+        mesh.begin(own)?;
+        for (peer, channel) in mesh.at(own) {
+            channel.put(scratch[peer as usize].chunk(part)?, input.chunk(peer.into())?, BLOCK)?;
+        }
+        mesh.end(own)?;
+        let contribution = |sender: u32| match sender == own {
+            true => input.chunk(part),
+            false => scratch[own as usize].chunk(sender.into()),
+        };
+        let rest = (1..n).map(contribution).collect::<Result<Vec<_>>>()?;
+        rank.reduce(contribution(0)?, &rest, BLOCK, result, setting.op)?;
+        for (peer, channel) in mesh.at(own) {
+            channel.put(setting.result(&program.rank(peer)?).chunk(part)?, result, BLOCK)?;
+        }
+        mesh.end(own)?;
+    }
+    Ok(program)
+}
+
 /// Parts travel around a ring twice: first they are reduced, then they are distributed.
 ///
 /// 1. Part r sets out from rank r. Each rank adds its own to what comes and sends it to the next one, for n − 1 steps; then

@@ -227,6 +227,13 @@ pub const ALGORITHMS: &[Algorithm] = &[
     )
     .reducing(),
     algorithm(
+        "push-two-shot-all-reduce",
+        "allreduce",
+        all_reduce::push_two_shot,
+        "two-shot that only writes: for large messages, with the bits of a sum in rank order",
+    )
+    .reducing(),
+    algorithm(
         "ring-all-reduce",
         "allreduce",
         all_reduce::ring,

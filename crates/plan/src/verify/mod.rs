@@ -156,6 +156,9 @@ pub struct Report {
     pub chunk_sizes: Vec<u64>,
     /// The largest chunk, in bytes, for which the plan is proved; if none, it is for every message that it serves.
     pub largest_chunk: Option<u64>,
+    /// Whether every output is one rank's input, or inputs that one step reduces in the order of the ranks: all such plans of a collective
+    /// have equal bits, those of Antiphon's own operations. Not known, and so false, where `meaning` is.
+    pub in_rank_order: bool,
 }
 
 impl Report {
@@ -255,22 +258,23 @@ struct Verifier<'a> {
     chunk_sizes: Vec<u64>,
     largest_chunk: Option<u64>,
     meaning: bool,
+    in_rank_order: bool,
 }
 
 impl<'a> Verifier<'a> {
     fn new(plan: &'a Plan, memory: Memory) -> Self {
         let (findings, chunk_sizes) = (Vec::new(), Vec::new());
-        Verifier { plan, memory, findings, chunk_sizes, largest_chunk: None, meaning: false }
+        Verifier { plan, memory, findings, chunk_sizes, largest_chunk: None, meaning: false, in_rank_order: true }
     }
 
     fn report(mut self, run: impl FnOnce(&mut Self) -> Result<(), Vec<Finding>>) -> Report {
         if let Err(findings) = run(&mut self) {
             self.findings.extend(findings);
         }
-        let Verifier { mut findings, chunk_sizes, largest_chunk, meaning, .. } = self;
+        let Verifier { mut findings, chunk_sizes, largest_chunk, meaning, in_rank_order, .. } = self;
         findings.sort_by_key(|finding| (std::cmp::Reverse(finding.severity()), finding.kind.depth()));
         let proved = findings.iter().all(|finding| finding.severity() == Severity::Warning);
-        Report { findings, proved, meaning, chunk_sizes, largest_chunk }
+        Report { findings, proved, meaning, chunk_sizes, largest_chunk, in_rank_order: in_rank_order && proved }
     }
 
     fn run(&mut self, options: &Options) -> Result<(), Vec<Finding>> {
@@ -356,7 +360,10 @@ impl<'a> Verifier<'a> {
         self.chunk_sizes.extend(sizes);
         for &chunk in sizes {
             let extent = Extent::of_chunk(chunk, self.plan.buffer_alignment);
-            for finding in at_size(self.plan, wiring, extent, expectation, self.memory, budget)? {
+            let (findings, in_rank_order) =
+                at_size(self.plan, wiring, extent, expectation, self.memory, budget)?;
+            self.in_rank_order &= in_rank_order;
+            for finding in findings {
                 if !self.findings.contains(&finding) {
                     self.findings.push(finding);
                 }
@@ -378,7 +385,7 @@ fn stop(findings: Vec<Finding>) -> Result<Vec<Finding>, Vec<Finding>> {
     }
 }
 
-/// The warnings at one size of the chunks.
+/// The warnings at one size of the chunks, and whether all reductions are in the order of the ranks.
 ///
 /// # Errors
 /// All findings, if there are errors.
@@ -389,7 +396,7 @@ fn at_size(
     expectation: Option<&Expectation>,
     memory: Memory,
     budget: &mut Budget,
-) -> Result<Vec<Finding>, Vec<Finding>> {
+) -> Result<(Vec<Finding>, bool), Vec<Finding>> {
     let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
     let mut program = lower::program(plan, wiring, extent, budget)?;
     let mut findings = schedule::unbalanced(&program);
@@ -412,13 +419,13 @@ fn at_size(
         true => values::check_runs(&program, &cells, &runs, expectation, FINDINGS),
         false => values::check(&program, &cells, &schedule, expectation, FINDINGS),
     };
-    let (wrong, left) = values.map_err(whole)?;
-    findings.extend(wrong);
+    let values::Checked { found, left, in_rank_order } = values.map_err(whole)?;
+    findings.extend(found);
     let findings = stop(findings)?;
     if cells.mixed() {
         let fooled = mistaken_packets::find(&program, &cells, &schedule, &orders, &runs, &left, FINDINGS);
         stop(fooled.map_err(whole)?)?;
     }
     budget.words = runs.left();
-    Ok(findings)
+    Ok((findings, in_rank_order))
 }

@@ -30,7 +30,15 @@ enum Value {
     /// Data that a step wrote into the same bytes in the other form, packets or plain.
     Overwritten(u32),
     /// Several reduced, ascending; in a sum, what contributes twice counts twice.
-    Reduced(ReduceOp, Rc<[u32]>),
+    Reduced(ReduceOp, Rc<[u32]>, Rounding),
+}
+
+/// How a reduction came about, which its bits depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Rounding {
+    /// One step reduced inputs in the order of the ranks, and rounded once.
+    OnceInRankOrder,
+    Otherwise,
 }
 
 /// Values by number, equal ones by the same.
@@ -41,7 +49,7 @@ struct Values {
 }
 
 /// The cells of packets in which a launch leaves plain data, and the steps that wrote these.
-type Left = BTreeMap<u32, u32>;
+pub(super) type Left = BTreeMap<u32, u32>;
 
 const NOTHING: u32 = 0;
 const REPORTED: u32 = 1;
@@ -62,14 +70,14 @@ impl Values {
         })
     }
 
-    fn reduced(&mut self, op: ReduceOp, parts: &[u32]) -> u32 {
+    fn reduced(&mut self, op: ReduceOp, parts: &[u32], rounding: Rounding) -> u32 {
         if parts.contains(&REPORTED) {
             return REPORTED;
         }
         let mut all = Vec::new();
         for &part in parts {
             match &self.values[part as usize] {
-                Value::Reduced(of, parts) if *of == op => all.extend_from_slice(parts),
+                Value::Reduced(of, parts, _) if *of == op => all.extend_from_slice(parts),
                 _ => all.push(part),
             }
         }
@@ -81,8 +89,20 @@ impl Values {
             [one] => one,
             _ => {
                 self.contributions += all.len();
-                self.number(Value::Reduced(op, all.into()))
+                self.number(Value::Reduced(op, all.into(), rounding))
             }
+        }
+    }
+
+    /// Whether two values have the same contributions, in whatever order they were reduced.
+    fn is_same(&self, one: u32, other: u32) -> bool {
+        match [one, other].map(|value| &self.values[value as usize]) {
+            [Value::Reduced(op, parts, _), Value::Reduced(of, others, _)] => {
+                op == of
+                    && parts.len() == others.len()
+                    && parts.iter().zip(&**others).all(|(&one, &other)| self.is_same(one, other))
+            }
+            _ => one == other,
         }
     }
 
@@ -97,7 +117,7 @@ impl Values {
                 let region = cells.region_of(view, bytes);
                 format!("rank {}'s input (chunk {})", region.rank, region.chunks.start)
             }
-            Value::Reduced(op, parts) => {
+            Value::Reduced(op, parts, _) => {
                 let each: Vec<_> = parts.iter().map(|&part| self.describe(cells, part)).collect();
                 format!("the {op} of {}", each.join(", "))
             }
@@ -115,7 +135,7 @@ pub(super) fn check(
     schedule: &Schedule,
     expectation: Option<&Expectation>,
     limit: usize,
-) -> Result<(Vec<Finding>, Left), Kind> {
+) -> Result<Checked, Kind> {
     let mut run = Run::new(program, cells, expectation, limit);
     for &(_, step) in schedule {
         if let What::Move(moves) | What::Push { moves, .. } = &program.steps[step as usize].what {
@@ -127,11 +147,11 @@ pub(super) fn check(
             return Err(Kind::TooLarge { what: "contributions", limit: LIMIT as u64 });
         }
         if run.found.len() >= limit {
-            return Ok((run.found, run.left));
+            return Ok(run.checked());
         }
     }
     run.results();
-    Ok((run.found, run.left))
+    Ok(run.checked())
 }
 
 /// The same in every run, and runs that do not end.
@@ -144,7 +164,7 @@ pub(super) fn check_runs(
     runs: &Runs<'_, '_>,
     expectation: Option<&Expectation>,
     limit: usize,
-) -> Result<(Vec<Finding>, Left), Kind> {
+) -> Result<Checked, Kind> {
     let mut run = Run::new(program, cells, expectation, limit);
     let stuck = match runs.find(Hold { alone: true, ..Hold::default() }, Goal::Deadlock)? {
         None => runs.watch(run.holds.clone(), &mut run)?,
@@ -158,7 +178,7 @@ pub(super) fn check_runs(
         let finding = Finding::new(program.plan, Kind::Deadlock { waits }, places);
         run.found.push(finding.in_run(state.served));
     }
-    Ok((run.found, run.left))
+    Ok(run.checked())
 }
 
 struct Run<'p, 'a> {
@@ -172,7 +192,17 @@ struct Run<'p, 'a> {
     seen: HashSet<u32>,
     overwritten: HashSet<Rank>,
     left: Left,
+    /// Whether every output is known to be rounded once, from inputs in the order of the ranks.
+    in_rank_order: bool,
     found: Vec<Finding>,
+}
+
+/// What [`check`] says of a program.
+pub(super) struct Checked {
+    pub found: Vec<Finding>,
+    pub left: Left,
+    /// Whether every output is one input, or inputs that one step has reduced in the order of the ranks.
+    pub in_rank_order: bool,
 }
 
 impl<'p, 'a> Run<'p, 'a> {
@@ -203,8 +233,13 @@ impl<'p, 'a> Run<'p, 'a> {
             seen: HashSet::new(),
             overwritten: HashSet::new(),
             left: Left::new(),
+            in_rank_order: expectation.is_some(),
             found: Vec::new(),
         }
+    }
+
+    fn checked(self) -> Checked {
+        Checked { found: self.found, left: self.left, in_rank_order: self.in_rank_order }
     }
 
     fn transfer(&mut self, step: u32, each: &Move, piece: u32) {
@@ -226,7 +261,7 @@ impl<'p, 'a> Run<'p, 'a> {
             });
         }
         let value = match each.combine {
-            Some(op) => self.values.reduced(op, &parts),
+            Some(op) => self.values.reduced(op, &parts, self.rounding(each, &parts)),
             None => parts[0],
         };
         for dest in program.dests(each) {
@@ -237,6 +272,21 @@ impl<'p, 'a> Run<'p, 'a> {
                 self.holds[shared.start as usize..shared.end as usize].fill(overwritten);
             }
             self.overwrites(step, dest.view, dest.cell + piece);
+        }
+    }
+
+    /// How a step rounds what it makes of these. Executors take the plain sources first, and then the packets.
+    fn rounding(&self, each: &Move, parts: &[u32]) -> Rounding {
+        let sources = self.program.sources(each).iter().zip(parts);
+        let (packets, plain): (Vec<_>, Vec<_>) = sources.partition(|(source, _)| source.view.packets());
+        let rank_of = |&(_, &part): &(_, &u32)| match self.values.values[part as usize] {
+            Value::Input(cell) => Some(self.cells.place(cell).0.rank()),
+            _ => None,
+        };
+        let ranks: Option<Vec<Rank>> = plain.iter().chain(&packets).map(rank_of).collect();
+        match ranks {
+            Some(ranks) if ranks.is_sorted_by(|one, next| one < next) => Rounding::OnceInRankOrder,
+            _ => Rounding::Otherwise,
         }
     }
 
@@ -324,9 +374,12 @@ impl<'p, 'a> Run<'p, 'a> {
             let expected = parts
                 .into_iter()
                 .collect::<Option<Vec<_>>>()
-                .map(|parts| self.values.reduced(row.op, &parts));
+                .map(|parts| self.values.reduced(row.op, &parts, Rounding::OnceInRankOrder));
             let found = self.holds[cell as usize];
-            if found == REPORTED || expected == Some(found) {
+            if expected != Some(found) {
+                self.in_rank_order = false;
+            }
+            if found == REPORTED || expected.is_some_and(|expected| self.values.is_same(expected, found)) {
                 continue;
             }
             let expected = match expected {
