@@ -80,7 +80,8 @@ impl AlgorithmTable {
     ) -> Result<Self, E> {
         let names = algorithms.iter().map(|name| name.as_ref().to_owned());
         let sweep = Sweep::new(names, doubling(sizes)).map_err(CollectiveError::from)?;
-        let agree = |samples: &mut [f64]| maximum(comm, samples).map_err(|e| Of(CollectiveError::from(e).into()));
+        let agree =
+            |samples: &mut [f64]| maximum(comm, samples).map_err(|e| Of(CollectiveError::from(e).into()));
         let measured = sweep.measure(|algorithm, bytes| run(algorithm, bytes).map_err(Of), agree);
         let table = measured.map_err(|Of(error)| error)?;
         let kept = Cache::open().and_then(|cache| {
@@ -89,8 +90,7 @@ impl AlgorithmTable {
             }
             Ok(cache)
         });
-        let cache = comm
-            .agree("cannot keep the table of algorithms", kept.map_err(CollectiveError::from))?;
+        let cache = comm.agree("cannot keep the table of algorithms", kept.map_err(CollectiveError::from))?;
         Ok(Self { table, origin: cache.path().display().to_string() })
     }
 }

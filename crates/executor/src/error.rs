@@ -18,7 +18,7 @@ pub enum ExecutorError {
     Fabric(#[from] FabricError),
     /// A measurement that failed, or could not be kept.
     #[error(transparent)]
-    Tuning(CollectiveError),
+    Tuning(std::sync::Arc<CollectiveError>),
     /// The plan makes no sense, or does not serve tensors of these sizes.
     #[error(transparent)]
     Plan(std::sync::Arc<PlanError>),
@@ -183,7 +183,7 @@ impl From<CollectiveError> for ExecutorError {
     fn from(error: CollectiveError) -> Self {
         match error {
             CollectiveError::Fabric(error) => Self::Fabric(error),
-            error => Self::Tuning(error),
+            error => Self::Tuning(error.into()),
         }
     }
 }

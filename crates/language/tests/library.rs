@@ -94,6 +94,7 @@ fn bytes_over_the_links_are_those_of_the_page() {
         ("one-shot-all-reduce", "h200x4", 2 * (n - 1) * BYTES, 0),
         ("packet-all-reduce", "h200x4", 4 * from_one, 0),
         ("two-shot-all-reduce", "h200x4", 2 * from_one, 0),
+        ("push-two-shot-all-reduce", "h200x4", 2 * from_one, 0),
         ("ring-all-reduce", "h200x4", 2 * from_one, 0),
         ("hierarchical-all-reduce", "h200x2-nodes2", BYTES, BYTES / 2),
         ("switch-all-reduce", multicast, BYTES, 0),
@@ -117,7 +118,7 @@ fn bytes_over_the_links_are_those_of_the_page() {
             assert_eq!((link, card), (bytes, to_nodes), "{name}, rank {rank}");
         }
     }
-    assert_eq!(ALGORITHMS.len(), 15, "one of each");
+    assert_eq!(ALGORITHMS.len(), 16, "one of each");
 }
 
 /// On one node all of them run; between nodes, those through ports.

@@ -1,6 +1,6 @@
 //! The plan: what every thread block of every rank does.
 
-use antiphon_operation::Operation;
+use antiphon_operation::{Operation, ReduceOp};
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{ChannelId, OriginId, Rank, RemoteBufferId};

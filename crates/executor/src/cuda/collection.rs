@@ -227,7 +227,7 @@ impl AlgorithmCollection {
 
     /// For each plan, in their order, whether it does `collective` with messages of `bytes` bytes of a dtype, or why not.
     pub fn explain(&self, collective: &str, dtype: DType, bytes: usize) -> Vec<Explained<'_>> {
-        let chosen = self.place(collective, dtype, bytes).ok();
+        let chosen = self.find(collective, dtype, bytes);
         let times = self.times(collective, dtype);
         let each = self.entries.iter().enumerate().map(|(place, entry)| {
             let time = times.and_then(|times| times.time(place, bytes));
@@ -253,14 +253,20 @@ impl AlgorithmCollection {
         self.entries.iter().try_for_each(|entry| entry.plan.check())
     }
 
-    /// The place of the plan that does a call.
-    fn place(&self, collective: &str, dtype: DType, bytes: usize) -> Result<usize> {
+    /// The place of the plan that does a call, if one does.
+    fn find(&self, collective: &str, dtype: DType, bytes: usize) -> Option<usize> {
         let serves = |entry: &Entry| refusal(entry, collective, dtype, bytes).is_none();
         let fastest = self.times(collective, dtype).and_then(|times| times.fastest(bytes));
-        if let Some(place) = fastest.filter(|&place| serves(&self.entries[place])) {
-            return Ok(place);
-        }
-        self.entries.iter().position(serves).ok_or_else(|| ExecutorError::NoPlan {
+        let fastest = fastest.filter(|&place| serves(&self.entries[place]));
+        fastest.or_else(|| self.entries.iter().position(serves))
+    }
+
+    /// As `find`.
+    ///
+    /// # Errors
+    /// [`ExecutorError::NoPlan`]
+    fn place(&self, collective: &str, dtype: DType, bytes: usize) -> Result<usize> {
+        self.find(collective, dtype, bytes).ok_or_else(|| ExecutorError::NoPlan {
             collective: collective.to_owned(),
             bytes,
             dtype,
@@ -288,7 +294,8 @@ impl AlgorithmCollection {
     /// The places of the plans among which a measurement chooses.
     fn candidates(&self, collective: &str, dtype: DType) -> Vec<usize> {
         let does = |entry: &Entry| {
-            entry.plan.plan().collective == collective && (entry.dtypes.is_empty() || entry.dtypes.contains(&dtype))
+            entry.plan.plan().collective == collective
+                && (entry.dtypes.is_empty() || entry.dtypes.contains(&dtype))
         };
         let mut all = self.entries.iter().enumerate().filter(|(_, entry)| does(entry));
         let Some((first, model)) = all.next() else { return Vec::new() };
@@ -320,7 +327,7 @@ impl AlgorithmCollection {
     /// What the plans say, none of which does a call.
     fn known(&self, collective: &str, dtype: DType, bytes: usize) -> String {
         let said = self.explain(collective, dtype, bytes);
-        let said = said.iter().map(|Explained { plan, why_not }| {
+        let said = said.iter().map(|Explained { plan, why_not, .. }| {
             format!("{:?}: {}", plan.name, why_not.as_deref().unwrap_or_default())
         });
         match self.entries.is_empty() {

@@ -137,7 +137,11 @@ fn the_fastest(world_size: usize) {
         let sum = (world_size * (world_size + 19) / 2) as f32;
         assert_eq!(called(rank, &plans, "allreduce", bytes / 4)?, [sum; 2]);
         let first = said(&plans, bytes);
-        assert_eq!(first.iter().map(|(time, _)| *time).collect::<Vec<_>>(), [true, false, false, true], "{first:?}");
+        assert_eq!(
+            first.iter().map(|(time, _)| *time).collect::<Vec<_>>(),
+            [true, false, false, true],
+            "{first:?}"
+        );
         for (_, why_not) in &first[1..3] {
             assert!(why_not.starts_with("it has other results than "), "{first:?}");
         }

@@ -111,7 +111,7 @@ pub fn two_shot(setting: &Setting) -> Result<Program> {
 
 /// Each rank gets its part of all inputs, reduces it in the order of the ranks, and writes the result to all ranks.
 ///
-/// 1. When all have begun, a rank writes each other rank that one's part of its input, into a slot for every sender.
+/// 1. When all have begun, a rank writes each other rank that one's part of its input, into a slot for every sender but itself.
 /// 2. When all parts have come, it reduces them, its own among them in its place, and writes the result to all outputs.
 /// 3. It tells all others, and waits for them.
 ///
@@ -124,18 +124,19 @@ pub fn push_two_shot(setting: &Setting) -> Result<Program> {
     let program = setting.program("push-two-shot-all-reduce", |n| Collective::all_reduce(n, 1))?;
     let n = setting.ranks;
     let mesh = Mesh::<MemoryChannel>::all(&program)?;
-    let scratch = scratch(&program, n.into())?;
+    let scratch = scratch(&program, u64::from(n) - 1)?;
+    let given = |own: u32, peer: u32| scratch[own as usize].chunk(slot(own, peer, n));
     for own in 0..n {
         let (rank, part) = (program.rank(own)?, own.into());
         let (input, result) = (rank.input(), setting.result(&rank).chunk(part)?);
         mesh.begin(own)?;
         for (peer, channel) in mesh.at(own) {
-            channel.put(scratch[peer as usize].chunk(part)?, input.chunk(peer.into())?, BLOCK)?;
+            channel.put(given(peer, own)?, input.chunk(peer.into())?, BLOCK)?;
         }
         mesh.end(own)?;
         let contribution = |sender: u32| match sender == own {
             true => input.chunk(part),
-            false => scratch[own as usize].chunk(sender.into()),
+            false => given(own, sender),
         };
         let rest = (1..n).map(contribution).collect::<Result<Vec<_>>>()?;
         rank.reduce(contribution(0)?, &rest, BLOCK, result, setting.op)?;

@@ -264,7 +264,15 @@ struct Verifier<'a> {
 impl<'a> Verifier<'a> {
     fn new(plan: &'a Plan, memory: Memory) -> Self {
         let (findings, chunk_sizes) = (Vec::new(), Vec::new());
-        Verifier { plan, memory, findings, chunk_sizes, largest_chunk: None, meaning: false, in_rank_order: true }
+        Verifier {
+            plan,
+            memory,
+            findings,
+            chunk_sizes,
+            largest_chunk: None,
+            meaning: false,
+            in_rank_order: true,
+        }
     }
 
     fn report(mut self, run: impl FnOnce(&mut Self) -> Result<(), Vec<Finding>>) -> Report {
@@ -274,7 +282,14 @@ impl<'a> Verifier<'a> {
         let Verifier { mut findings, chunk_sizes, largest_chunk, meaning, in_rank_order, .. } = self;
         findings.sort_by_key(|finding| (std::cmp::Reverse(finding.severity()), finding.kind.depth()));
         let proved = findings.iter().all(|finding| finding.severity() == Severity::Warning);
-        Report { findings, proved, meaning, chunk_sizes, largest_chunk, in_rank_order: in_rank_order && proved }
+        Report {
+            findings,
+            proved,
+            meaning,
+            chunk_sizes,
+            largest_chunk,
+            in_rank_order: in_rank_order && proved,
+        }
     }
 
     fn run(&mut self, options: &Options) -> Result<(), Vec<Finding>> {
