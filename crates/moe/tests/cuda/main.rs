@@ -34,7 +34,7 @@ use antiphon_moe::{
     normal::reference,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
-use antiphon_testing::gpus;
+use antiphon_testing::{gpus, sized};
 use case::{Case, Choice, hash};
 use rotation::{Rotation, rotate};
 use tensor::{Tensor, UNWRITTEN};
@@ -121,7 +121,9 @@ impl Rank {
 
 /// Runs `body` on `world_size` ranks with GPUs; skips the test where there are fewer.
 fn on_gpus(world_size: usize, config: MoeConfig, body: impl Fn(&mut Rank) -> Outcome + Sync) {
-    that_may_fail(world_size, config, |rank| {
+    // The emulator compiles a kernel in seconds, one after the other. A rank may compile all of its own while its peer waits for the first.
+    let deadline = sized(DEADLINE, Duration::from_secs(180));
+    with_deadline(deadline, world_size, config, |rank| {
         body(rank)?;
         Ok(rank.stream.borrow().synchronize()?)
     });
@@ -132,8 +134,17 @@ const DEADLINE: Duration = Duration::from_secs(20);
 
 /// As `on_gpus`, for a body after which a communicator may have failed.
 fn that_may_fail(world_size: usize, config: MoeConfig, body: impl Fn(&mut Rank) -> Outcome + Sync) {
+    with_deadline(DEADLINE, world_size, config, body);
+}
+
+fn with_deadline(
+    deadline: Duration,
+    world_size: usize,
+    config: MoeConfig,
+    body: impl Fn(&mut Rank) -> Outcome + Sync,
+) {
     let Some(driver) = gpus(world_size) else { return };
-    let outcomes = LocalWorld::run_with(world_size, DEADLINE, |comm| -> Outcome {
+    let outcomes = LocalWorld::run_with(world_size, deadline, |comm| -> Outcome {
         body(&mut Rank::new(driver, comm, config)?)
     });
     for (rank, outcome) in outcomes.into_iter().enumerate() {
