@@ -74,7 +74,7 @@ impl Mark {
         }
     }
 
-    /// Whether a thread of the host hears that it has passed. Who asks waits a little for the answer that it has not.
+    /// Whether a thread of the host hears that it has passed. A thread that asks gets the answer "not yet" only after a short wait.
     fn query(&self) -> Result<(), Code> {
         if !schedule::is_on() {
             let is_passed = self.is_passed();

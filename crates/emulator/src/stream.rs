@@ -202,7 +202,7 @@ impl Stream {
         }
     }
 
-    /// Who asks waits a little for the answer that the work is not done.
+    /// A caller gets the answer that the work is not done only after a short wait.
     fn query_scheduled(&self) -> Result<(), Code> {
         let is_done = || lock(&self.state).pending == 0;
         if schedule::answer(&self.label, is_done, || order::join(&lock(&self.state).order.known)) {

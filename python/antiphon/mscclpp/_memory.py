@@ -1,6 +1,6 @@
 """Memory at raw addresses, as MSCCL++'s executor takes it, and new memory where the program has its tensors.
 
-An address says nothing of itself: whether it is of the host or of a GPU is asked of the CUDA driver, if this process has loaded it, and
+The CUDA driver says whether an address is of the host or of a GPU, if this process has loaded the driver, and
 host memory must be mapped, so that a wrong number is an error and no crash. That the memory stays while it is used is up to the caller.
 """
 

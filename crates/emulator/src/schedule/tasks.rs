@@ -46,7 +46,7 @@ pub(super) struct Task {
 }
 
 thread_local! {
-    /// The task that runs, and the stack of who has resumed it.
+    /// The task that runs, and the stack of the thread that has resumed it.
     static CURRENT: Cell<*mut Task> = const { Cell::new(ptr::null_mut()) };
     static SCHEDULER: Cell<*mut c_void> = const { Cell::new(ptr::null_mut()) };
     static STACKS: Cell<Vec<*mut u8>> = const { Cell::new(Vec::new()) };

@@ -36,7 +36,7 @@ pub(super) enum Next {
     Step { is_long: bool },
 }
 
-/// Who has waited for so long has no deadline.
+/// A wait of this length has no deadline.
 const MOST: u64 = 4 * 3600 * 1_000_000_000;
 
 static NOW: AtomicU64 = AtomicU64::new(0);
