@@ -1,13 +1,13 @@
 """What callers pass, checked before anything is sent. Errors name the call, the argument, and what was found."""
 
 from collections.abc import Mapping
-from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from antiphon._core import Moe
+from antiphon._numbers import whole
 from antiphon._operators import refuse_gradients
 
 __all__ = [
@@ -23,23 +23,6 @@ __all__ = [
     "router_weights",
     "whole",
 ]
-
-#: Numbers of rows, tokens and bytes are counted in 32 bits.
-MOST = 2**31 - 1
-
-
-def whole(call: str, name: str, value: Any, least: int = 0, most: int = MOST) -> int:
-    """An integer of ``least..=most``. Raises ``TypeError`` for what is none, ``ValueError`` for another one."""
-    if isinstance(value, bool):
-        raise TypeError(f"{call}: {name} must be an integer, not bool")
-    try:
-        number = index(value)
-    except TypeError:
-        raise TypeError(f"{call}: {name} must be an integer, not {type(value).__name__}") from None
-    if not least <= number <= most:
-        bound = f"at least {least}" if number < least else f"at most {most}"
-        raise ValueError(f"{call}: {name} must be {bound}, not {number}")
-    return number
 
 
 def experts(call: str, num_experts: Any, world_size: int) -> int:

@@ -9,9 +9,9 @@ import mmap
 import os
 import sys
 from bisect import bisect_right
-from operator import index
 from typing import TYPE_CHECKING, Any
 
+from antiphon import _numbers
 from antiphon._core import strided_memory
 
 if TYPE_CHECKING:
@@ -30,17 +30,9 @@ _ASKED, _OF_DEVICE = (2, 9), 2
 
 
 def whole(call: str, name: str, value: Any, least: int = 0) -> int:
-    """An integer of at least ``least`` that fits 64 bits. ``TypeError`` for what is none, ``ValueError`` for another one."""
-    if isinstance(value, bool):
-        raise TypeError(f"{call}: {name} must be an integer, not bool")
-    try:
-        number = index(value)
-    except TypeError:
-        raise TypeError(f"{call}: {name} must be an integer, not {type(value).__name__}") from None
-    if not least <= number < 2**64:
-        bound = f"at least {least}" if number < least else "below 2**64"
-        raise ValueError(f"{call}: {name} must be {bound}, not {number}")
-    return number
+    """An integer of at least ``least`` that fits 64 bits, such as an address. ``TypeError`` for what is none, ``ValueError`` for another
+    one."""
+    return _numbers.whole(call, name, value, least, 2**64 - 1)
 
 
 class Span:

@@ -133,8 +133,8 @@ impl AlgorithmCollection {
     /// [`explain`](Self::explain).
     ///
     /// # Errors
-    /// On all ranks: [`ExecutorError::NoPlan`] without a plan for the largest size; [`ExecutorError::Tuning`] when the file cannot be
-    /// written; as [`CudaPlan::prepare`] and [`CudaPlan::execute`].
+    /// On all ranks: [`ExecutorError::NoPlan`] without a plan that does it; [`ExecutorError::Tuning`] for a size that none of the measured
+    /// plans serves, and when the file cannot be written; [`ExecutorError::Fabric`] when a rank has no memory for the tensors; as [`CudaPlan::prepare`] and [`CudaPlan::execute`].
     pub fn tune(
         &mut self,
         comm: &Communicator,
@@ -153,11 +153,11 @@ impl AlgorithmCollection {
             plan.tensor_bytes(dtype, plan.whole_message(dtype, *sizes.end())).ok()?.into_iter().max()
         };
         let largest = places.iter().filter_map(most).max().unwrap_or(0).max(1);
-        let clock = Clock::new(collectives, 0)?;
-        let tensors = [(); 2].map(|()| DeviceMemory::allocate(context, largest));
-        let [input, output] = tensors;
-        let (input, output) = (input?, RefCell::new(output?));
         let (key, names) = (self.key(context, collective, dtype, &places)?, self.names(&places));
+        let tensor = || DeviceMemory::allocate(context, largest).map_err(ExecutorError::from);
+        let tensors = tensor().and_then(|input| Ok((input, RefCell::new(tensor()?))));
+        let (input, output) = comm.agree("has no memory to measure with", tensors)?;
+        let clock = Clock::new(collectives, 0)?;
         let entries = &mut self.entries;
         let table = AlgorithmTable::measure(comm, &key, &names, sizes, |candidate, bytes| -> Result<_> {
             let plan = &mut entries[places[candidate]].plan;
