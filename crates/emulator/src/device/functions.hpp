@@ -146,15 +146,15 @@ EMULATED void __nanosleep(unsigned) {
 }
 EMULATED void __threadfence_block() {
     emulator::other_threads run;
-    emulator::fence(emulator::CTA);
+    emulator::fence(emulator::SEQUENTIAL | emulator::CTA);
 }
 EMULATED void __threadfence() {
     emulator::other_threads run;
-    emulator::fence(emulator::GPU);
+    emulator::fence(emulator::SEQUENTIAL | emulator::GPU);
 }
 EMULATED void __threadfence_system() {
     emulator::other_threads run;
-    emulator::fence(emulator::SYSTEM);
+    emulator::fence(emulator::SEQUENTIAL | emulator::SYSTEM);
 }
 inline void __trap() { emulator::fail("a kernel has trapped"); }
 

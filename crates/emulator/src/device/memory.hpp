@@ -53,18 +53,22 @@ RUNTIME char* shared_of_cluster(uint32_t address) {
 
 // What an access is; races/access.rs has the same numbers. Without STRONG it is weak, and in the low byte stand its bytes.
 constexpr unsigned READ = 1 << 8, WRITE = 1 << 9, STRONG = 1 << 10, ACQUIRE = 1 << 11, RELEASE = 1 << 12, CONSTANT = 1 << 13;
+constexpr unsigned SEQUENTIAL = 1 << 18; // of a fence
 constexpr unsigned CTA = 0 << 16, CLUSTER = 1 << 16, GPU = 2 << 16, SYSTEM = 3 << 16;
 constexpr unsigned OF_GLOBAL = 1, OF_SHARED = 2;
 
 struct access {
     void* entered;
-    RUNTIME access(const volatile void* at, unsigned bytes, unsigned what)
-        : entered(check ? check->enter((const void*)at, current->pc, what, bytes) : nullptr) {}
+    RUNTIME access(const volatile void* at, unsigned bytes, unsigned what, unsigned unit = 0)
+        : entered(check ? check->enter((const void*)at, current->pc, what, bytes, unit) : nullptr) {}
     RUNTIME ~access() { if (entered) check->leave(entered); }
 };
 
 template <class T, unsigned N> struct alignas(sizeof(T) * N) vector { T of[N]; };
-typedef vector<uint32_t, 4> whole;
+// 16 bytes that are one value, where a vector's elements are one each.
+struct alignas(16) whole { uint32_t of[4]; };
+template <class T> constexpr unsigned UNIT = sizeof(T);
+template <class T, unsigned N> constexpr unsigned UNIT<vector<T, N>> = sizeof(T);
 
 template <size_t BYTES> struct bits_of;
 template <> struct bits_of<1> { typedef uint8_t type; };
@@ -77,7 +81,7 @@ template <class T> RUNTIME T load(const volatile void* at, unsigned what) {
     if ((uintptr_t)at % sizeof(T)) fail("an access is not aligned");
     if (what & STRONG) look_at(at, sizeof(T));
     else point();
-    access checked(at, sizeof(T), what | READ);
+    access checked(at, sizeof(T), what | READ, UNIT<T>);
     T value;
     if constexpr (sizeof(T) == 16) {
         __m128i v;
@@ -87,7 +91,9 @@ template <class T> RUNTIME T load(const volatile void* at, unsigned what) {
         const auto bits = __atomic_load_n((typename bits_of<sizeof(T)>::type*)at, __ATOMIC_ACQUIRE);
         memcpy(&value, &bits, sizeof(T));
     }
-    if (what & STRONG) saw(at, sizeof(T), &value);
+    if (!(what & STRONG)) return value;
+    // Who has not seen the last store does not wait for another.
+    if (!checked.entered || !check->older((const void*)at, &value, sizeof(T))) saw(at, sizeof(T), &value);
     return value;
 }
 template <class T> RUNTIME void store(volatile void* at, T value, unsigned what) {

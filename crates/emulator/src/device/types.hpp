@@ -107,7 +107,9 @@ struct checks {
     void (*end_thread)();
     void (*weak)(const void* at, size_t pc, unsigned what);
     // No other thread accesses the place between `enter` and `leave`.
-    void* (*enter)(const void* at, size_t pc, unsigned what, unsigned bytes);
+    void* (*enter)(const void* at, size_t pc, unsigned what, unsigned bytes, unsigned unit);
+    // Of a load between them: replaces the value by an older one, if it is late. Whether it is.
+    bool (*older)(const void* at, void* value, unsigned bytes);
     void (*leave)(void* entered);
     void (*fence)(unsigned scope);
     void (*proxy_fence)(unsigned spaces);

@@ -308,10 +308,11 @@ fn fence(opcode: &str, modifiers: &mut Modifiers<'_>) -> Result<String, String> 
         let scope = modifiers
             .take_of(&[("cta", "CTA"), ("gl", "GPU"), ("sys", "SYSTEM")])
             .ok_or("a level is missing")?;
-        return Ok(format!("emulator::fence(emulator::{scope});"));
+        return Ok(format!("emulator::fence(emulator::SEQUENTIAL | emulator::{scope});"));
     }
-    modifiers.skip(&["acq_rel", "sc"]);
-    Ok(format!("emulator::fence(emulator::{});", modifiers.scope("GPU")))
+    let sequential = if modifiers.take("sc") { "emulator::SEQUENTIAL | " } else { "" };
+    modifiers.skip(&["acq_rel"]);
+    Ok(format!("emulator::fence({sequential}emulator::{});", modifiers.scope("GPU")))
 }
 
 fn moved(to: &Operand, from: &Operand, modifiers: &mut Modifiers<'_>) -> Result<String, String> {

@@ -3,6 +3,7 @@
 use super::{
     clocks::{ENDED, Id, LANES, Time},
     grids::{Grid, Scope},
+    late::{self, Older},
     report,
     shadow::{Cell, GRANULE, Locked, Page, Record, WORD, page},
     threads::{Block, Knowledge},
@@ -15,6 +16,8 @@ pub(super) const STRONG: u32 = 1 << 10;
 pub(super) const ACQUIRE: u32 = 1 << 11;
 pub(super) const RELEASE: u32 = 1 << 12;
 pub(super) const CONSTANT: u32 = 1 << 13;
+/// Of a fence: `fence.sc`.
+pub(super) const SEQUENTIAL: u32 = 1 << 18;
 /// Not of device/memory.hpp: of a copy that is complete later, and of one in the async proxy.
 pub(super) const COPY: u32 = 1 << 14;
 pub(super) const ASYNC: u32 = 1 << 15;
@@ -69,6 +72,16 @@ impl Record {
 
     pub(super) fn carries_release(&self) -> bool {
         self.word >> 62 & 1 != 0
+    }
+
+    /// Whether what it overwrote may still be read: see `late`.
+    pub(super) fn has_history(&self) -> bool {
+        self.word >> 63 != 0
+    }
+
+    /// The access, without what its word carries.
+    pub(super) fn alone(&self) -> Self {
+        Self { word: self.word & (1 << 62) - 1, ..*self }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -127,24 +140,38 @@ impl Block {
             let to = end.min((from / GRANULE + 1) * GRANULE);
             let page = if from == at { Some(first) } else { page(from) };
             if let Some(page) = page {
-                self.granule(&mut Locked::new(page, from), from, to - from, access);
+                self.granule(&mut Locked::new(page, from), from, to - from, 0, access);
             }
             from = to;
         }
     }
 
-    /// An access within a granule, which stays locked.
-    pub(super) fn locked(&mut self, at: usize, bytes: usize, pc: u64, what: u32) -> Option<Locked> {
+    /// An access within a granule, which stays locked. Of a load each `unit` bytes are one value; it returns what is there if that is 0.
+    pub(super) fn locked(
+        &mut self,
+        at: usize,
+        [bytes, unit]: [usize; 2],
+        pc: u64,
+        what: u32,
+    ) -> Option<Locked> {
         let mut locked = Locked::new(page(at)?, at);
+        self.older = Older::default();
         let thread = self.current();
         let access = Access { id: self.ids(thread)[0], time: self.lanes[thread].time, pc, what };
-        self.granule(&mut locked, at, bytes, access);
+        self.granule(&mut locked, at, bytes, unit, access);
         Some(locked)
     }
 
-    fn granule(&mut self, locked: &mut Locked, at: usize, bytes: usize, access: Access) {
+    fn granule(&mut self, locked: &mut Locked, at: usize, bytes: usize, unit: usize, access: Access) {
         let is_shared = locked.is_shared;
-        let (mut seen, mut own) = (0, 0);
+        let (mut seen, mut own, mut older, mut has_history) = (0, 0, 0, false);
+        if access.is(STRONG) && late::is_on() && !is_shared {
+            if access.is(WRITE) {
+                has_history = self.overwrite(locked, at, bytes, &access);
+            } else {
+                older = self.look_back(locked, at, bytes, unit, &access);
+            }
+        }
         for byte_at in (at / WORD * WORD..at + bytes).step_by(WORD) {
             let (from, to) = (at.max(byte_at) - byte_at, (at + bytes).min(byte_at + WORD) - byte_at);
             let mask = ((1u8 << to) - 1) & !((1u8 << from) - 1);
@@ -157,7 +184,14 @@ impl Block {
             if let Some((first, missing)) = self.check(cell, mask, &access, is_shared) {
                 report::race(&Race { first, second: access, at: byte_at, missing }, &self.grid);
             }
+            // Who returns what was there before has not seen the last store.
+            if older >> index & 1 != 0 {
+                continue;
+            }
             self.remember(cell, mask, &access);
+            if has_history {
+                cell.writer.word |= 1 << 63;
+            }
             seen |= u8::from(was_release) << index;
             own |= u8::from(was_release && was_own) << index;
         }

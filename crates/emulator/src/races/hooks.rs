@@ -1,7 +1,7 @@
 //! What programs call: the functions of `checks` in device/types.hpp.
 
 use super::{
-    access::{READ, WRITE},
+    access::{READ, SEQUENTIAL, WRITE},
     is_checking,
     shadow::{self, Shard},
     threads,
@@ -13,7 +13,8 @@ use crate::schedule;
 pub(crate) struct Checks {
     end_thread: unsafe extern "C" fn(),
     weak: unsafe extern "C" fn(usize, usize, u32),
-    enter: unsafe extern "C" fn(usize, usize, u32, u32) -> *const Shard,
+    enter: unsafe extern "C" fn(usize, usize, u32, u32, u32) -> *const Shard,
+    older: unsafe extern "C" fn(usize, *mut u8, u32) -> bool,
     leave: unsafe extern "C" fn(*const Shard),
     fence: unsafe extern "C" fn(u32),
     proxy_fence: unsafe extern "C" fn(u32),
@@ -33,6 +34,7 @@ pub(crate) static CHECKS: Checks = Checks {
     end_thread,
     weak,
     enter,
+    older,
     leave,
     fence,
     proxy_fence,
@@ -60,10 +62,17 @@ unsafe extern "C" fn weak(at: usize, pc: usize, what: u32) {
     }
 }
 
-unsafe extern "C" fn enter(at: usize, pc: usize, what: u32, bytes: u32) -> *const Shard {
+unsafe extern "C" fn enter(at: usize, pc: usize, what: u32, bytes: u32, unit: u32) -> *const Shard {
     let is_there = shadow::page(at).is_some() && is_checking();
-    let locked = is_there.then(|| threads::with(|block| block.locked(at, bytes as usize, pc as u64, what)));
+    let sizes = [bytes as usize, unit as usize];
+    let locked = is_there.then(|| threads::with(|block| block.locked(at, sizes, pc as u64, what)));
     locked.flatten().flatten().map_or(std::ptr::null(), shadow::Locked::keep)
+}
+
+unsafe extern "C" fn older(at: usize, value: *mut u8, bytes: u32) -> bool {
+    // SAFETY: the value that was loaded there.
+    let value = unsafe { std::slice::from_raw_parts_mut(value, bytes as usize) };
+    threads::with(|block| block.replace(at, value)).unwrap_or(false)
 }
 
 unsafe extern "C" fn leave(entered: *const Shard) {
@@ -72,7 +81,11 @@ unsafe extern "C" fn leave(entered: *const Shard) {
 }
 
 unsafe extern "C" fn fence(scope: u32) {
-    threads::with(|block| block.fence((scope >> 16 & 3) as usize));
+    threads::with(|block| {
+        let is_sequential = scope & SEQUENTIAL != 0;
+        let scope = (scope >> 16 & 3) as usize;
+        if is_sequential { block.sequential_fence(scope) } else { block.fence(scope) }
+    });
 }
 
 unsafe extern "C" fn proxy_fence(spaces: u32) {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    access::{ACQUIRE, Access, READ, RELEASE, STRONG, WRITE, scope_of},
+    access::{Access, READ, RELEASE, STRONG, WRITE, scope_of},
     grids::{Place, Scope},
     shadow::{GRANULE, Locked, WORD},
     threads::{Block, Knowledge, Message},
@@ -22,18 +22,13 @@ impl Block {
     ) {
         let words = (at % GRANULE / WORD)..(at % GRANULE + bytes).div_ceil(WORD);
         let mask = words.clone().fold(0u8, |mask, word| mask | 1 << word);
-        let thread = self.current();
         let place = self.place;
         let (messages, key) = locked.messages();
         if access.is(READ) && access.is(STRONG) && seen != 0 {
             for (of, message) in messages.get(&key).into_iter().flatten() {
-                let scope = message.from.scope_with(place);
-                if of & mask & seen == 0 || message.scope < scope || scope_of(access.what) < scope {
-                    continue;
+                if of & mask & seen != 0 {
+                    self.acquire(message, &access);
                 }
-                let lane = &mut self.lanes[thread];
-                let into = if access.is(ACQUIRE) { &mut lane.known } else { &mut lane.observed[scope] };
-                into.join(&message.knowledge);
             }
         }
         if !access.is(WRITE) {

@@ -11,6 +11,7 @@
 //! | [`threads`] | what the threads of a block know; fences and barriers |
 //! | [`access`] | whether an access is ordered behind those before it |
 //! | [`messages`] | releases that memory carries |
+//! | [`late`] | stores that come late: what a strong load may return |
 //! | [`order`] | streams, events and the host |
 //! | [`hooks`] | what kernels call |
 //! | [`report`] | the text of a race |
@@ -19,6 +20,7 @@ mod access;
 mod clocks;
 pub(crate) mod grids;
 mod hooks;
+mod late;
 #[cfg(test)]
 pub(crate) mod litmus;
 mod messages;

@@ -16,6 +16,7 @@ use std::{
 
 use super::{
     clocks::{Id, Time},
+    late::Histories,
     threads::Message,
 };
 use crate::lock;
@@ -183,9 +184,10 @@ pub(super) type Messages = HashMap<usize, Vec<(u8, Message)>>;
 pub(super) struct Shard {
     is_taken: AtomicBool,
     messages: UnsafeCell<Messages>,
+    histories: UnsafeCell<Histories>,
 }
 
-// SAFETY: only a thread that holds the lock accesses `messages`.
+// SAFETY: only a thread that holds the lock accesses `messages` and `histories`.
 unsafe impl Sync for Shard {}
 
 /// A granule, locked.
@@ -201,7 +203,11 @@ impl Locked {
         static SHARDS: OnceLock<Vec<Shard>> = OnceLock::new();
         const COUNT: usize = 1 << 12;
         let shards = SHARDS.get_or_init(|| {
-            let shard = || Shard { is_taken: AtomicBool::new(false), messages: UnsafeCell::default() };
+            let shard = || Shard {
+                is_taken: AtomicBool::new(false),
+                messages: UnsafeCell::default(),
+                histories: UnsafeCell::default(),
+            };
             (0..COUNT).map(|_| shard()).collect()
         });
         // SAFETY: within the page.
@@ -224,6 +230,12 @@ impl Locked {
     pub(super) fn messages(&mut self) -> (&mut Messages, usize) {
         // SAFETY: locked.
         (unsafe { &mut *self.shard.messages.get() }, self.cells as usize)
+    }
+
+    /// The last stores of granules, and the key of this one.
+    pub(super) fn histories(&mut self) -> (&mut Histories, usize) {
+        // SAFETY: locked.
+        (unsafe { &mut *self.shard.histories.get() }, self.cells as usize)
     }
 
     /// Leaves it locked, until [`unlock`].

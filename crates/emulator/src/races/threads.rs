@@ -10,6 +10,7 @@ use std::{
 use super::{
     clocks::{Clock, Id, LANES, Time},
     grids::{Grid, Place, SYSTEM, Scope},
+    late::Older,
 };
 use crate::lock;
 
@@ -84,6 +85,8 @@ pub(crate) struct Block {
     ahead: Knowledge,
     /// Both, of a thread that has done nothing in between.
     behind_wait: Option<Arc<Knowledge>>,
+    /// What the last strong load returns in place of what is there.
+    pub(super) older: Older,
 }
 
 thread_local! {
@@ -130,6 +133,7 @@ impl Block {
             start: start.clone(),
             ahead: ahead.clone(),
             behind_wait: None,
+            older: Older::default(),
         }
     }
 

@@ -172,13 +172,14 @@ fn a_third_thread_passes_the_message_on() {
     cases.is_right("wrc", &text("acquire.sys", "release.sys"), THREE_GPUS);
     cases.is_wrong("wrc_relaxed_load", &text("relaxed.sys", "release.sys"), THREE_GPUS, EDGE);
     cases.is_wrong("wrc_relaxed_store", &text("acquire.sys", "relaxed.sys"), THREE_GPUS, EDGE);
-    // An atomic goes on with the release that it read; a store does not. The third thread looks when the second one has done so.
+    // An atomic goes on with the release that it read; a store does not. The third thread cannot see the first
+    // one's store any more, as the second one has released its own; of the first one it knows nothing by that.
     let text = |second: &str| {
         format!(
             "if (t == 0) {{
                 if (who == 0) {{ data[0] = 1; ST(\"release.sys\", flag, 1); }}
-                if (who == 1) {{ UNTIL(\"relaxed.sys\", flag, 1) {second} ST(\"relaxed.sys\", flag + 16, 1); }}
-                if (who == 2) {{ UNTIL(\"relaxed.sys\", flag + 16, 1) UNTIL(\"acquire.sys\", flag, 2) data[1] = data[0]; }} }}"
+                if (who == 1) {{ UNTIL(\"relaxed.sys\", flag, 1) {second} ST(\"release.sys\", flag + 16, 1); }}
+                if (who == 2) {{ UNTIL(\"acquire.sys\", flag + 16, 1) UNTIL(\"acquire.sys\", flag, 2) data[1] = data[0]; }} }}"
         )
     };
     cases.is_right("release_sequence", &text(r#"ADD("relaxed.sys.global", flag, 1);"#), THREE_GPUS);

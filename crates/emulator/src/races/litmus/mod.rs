@@ -1,11 +1,12 @@
-//! Litmus tests: small kernels of which it is known whether they race. A right one gives no report, and a wrong one a report that
-//! says what is missing.
+//! Litmus tests: small kernels of which it is known whether they race, and which values they may leave. A right one gives no report, and
+//! a wrong one a report that says what is missing.
 
 mod copies;
+mod late;
 mod messages;
 mod outcomes;
 
-use std::{ffi::CString, ptr, sync::Arc};
+use std::{collections::BTreeSet, ffi::CString, ptr, sync::Arc};
 
 use crate::{
     driver,
@@ -103,9 +104,21 @@ struct Case {
     name: String,
     body: String,
     launches: Vec<Launch>,
-    /// What its report says, if it is wrong.
-    missing: Option<String>,
+    expected: Expected,
 }
+
+enum Expected {
+    Right,
+    /// A report says this.
+    Missing(String),
+    /// It is right, and after many runs `data` has had each of these, from [`RESULTS`] on, and no others.
+    Outcomes(BTreeSet<Vec<u32>>),
+}
+
+/// Where kernels leave what they have read.
+const RESULTS: usize = 16;
+/// How often a kernel runs whose outcomes are told: until all have been, and so often at least and at most.
+const RUNS: [usize; 2] = [200, 20_000];
 
 /// Kernels with a body that sees `data`, `flag`, `who` (the launch) and `t` (the thread). They are one program: g++ needs a second for each.
 #[derive(Default)]
@@ -117,7 +130,7 @@ impl Cases {
             name: name.to_owned(),
             body: body.to_owned(),
             launches: launches.to_vec(),
-            missing: None,
+            expected: Expected::Right,
         });
     }
 
@@ -126,7 +139,16 @@ impl Cases {
             name: name.to_owned(),
             body: body.to_owned(),
             launches: launches.to_vec(),
-            missing: Some(missing.to_owned()),
+            expected: Expected::Missing(missing.to_owned()),
+        });
+    }
+
+    fn leaves<const N: usize>(&mut self, name: &str, body: &str, launches: &[Launch], outcomes: &[[u32; N]]) {
+        self.0.push(Case {
+            name: name.to_owned(),
+            body: body.to_owned(),
+            launches: launches.to_vec(),
+            expected: Expected::Outcomes(outcomes.iter().map(|outcome| outcome.to_vec()).collect()),
         });
     }
 
@@ -144,24 +166,44 @@ impl Cases {
         let module = unsafe { driver::load(library.as_ptr()) }.unwrap();
         let mut failed = String::new();
         for case in &self.0 {
-            let reports = case.run(module);
-            let is_as_said = case
-                .missing
-                .as_ref()
-                .map_or(reports.is_empty(), |missing| reports.iter().any(|report| report.contains(missing)));
-            if !is_as_said {
-                let said =
-                    case.missing.as_ref().map_or("is right".to_owned(), |missing| format!("lacks {missing}"));
-                failed.push_str(&format!("{} {said}:\n{}\n", case.name, reports.concat()));
-            }
+            let name = &case.name;
+            let failure = match &case.expected {
+                Expected::Right => {
+                    let (reports, _) = case.run(module, 0);
+                    (!reports.is_empty()).then(|| format!("{name} is right:\n{}", reports.concat()))
+                }
+                Expected::Missing(missing) => {
+                    let (reports, _) = case.run(module, 0);
+                    let is_told = reports.iter().any(|report| report.contains(missing));
+                    (!is_told).then(|| format!("{name} lacks {missing}:\n{}", reports.concat()))
+                }
+                Expected::Outcomes(outcomes) => {
+                    let count = outcomes.first().map_or(0, Vec::len);
+                    let (mut reports, mut seen) = (BTreeSet::new(), BTreeSet::new());
+                    for run in 0..RUNS[1] {
+                        if run >= RUNS[0] && seen.is_superset(outcomes) {
+                            break;
+                        }
+                        let (new, outcome) = case.run(module, count);
+                        reports.extend(new);
+                        seen.insert(outcome);
+                    }
+                    let is_as_said = reports.is_empty() && seen == *outcomes;
+                    (!is_as_said).then(|| {
+                        let reports: String = reports.into_iter().collect();
+                        format!("{name} leaves {outcomes:?}, and has left {seen:?}:\n{reports}")
+                    })
+                }
+            };
+            failed.extend(failure.map(|failure| failure + "\n"));
         }
         assert!(failed.is_empty(), "{failed}");
     }
 }
 
 impl Case {
-    /// Runs the kernel, and returns its reports.
-    fn run(&self, module: *const driver::Module) -> Vec<String> {
+    /// Runs the kernel, and returns its reports and so many of its results.
+    fn run(&self, module: *const driver::Module, results: usize) -> (Vec<String>, Vec<u32>) {
         let launches = &self.launches;
         let memory = memory::allocate(0, 4096, memory::Kind::Plain).unwrap();
         // SAFETY: just allocated.
@@ -189,8 +231,11 @@ impl Case {
             stream.synchronize().unwrap();
             stream.close();
         }
+        // SAFETY: within the allocation, which no kernel uses any more.
+        let results =
+            unsafe { std::slice::from_raw_parts((memory as *const u32).add(RESULTS), results) }.to_vec();
         memory::free(memory).unwrap();
         let file = format!(" {}.cu:", self.name);
-        super::report::all().into_iter().filter(|report| report.contains(&file)).collect()
+        (super::report::all().into_iter().filter(|report| report.contains(&file)).collect(), results)
     }
 }
