@@ -83,7 +83,10 @@ pub(crate) unsafe fn load(image: *const u8) -> Result<*const Module, Code> {
             written += now as usize;
         }
         let path = format!("/proc/self/fd/{file}");
-        let library = Library::open(Some(path), RTLD_NOW | RTLD_LOCAL).map_err(|_| Code::INVALID_IMAGE)?;
+        let library = Library::open(Some(path), RTLD_NOW | RTLD_LOCAL).map_err(|error| {
+            eprintln!("emulator: a program cannot be loaded: {error}");
+            Code::INVALID_IMAGE
+        })?;
         let run = *library.get::<Run>(b"emulator_run\0").map_err(|_| Code::INVALID_IMAGE)?;
         macro_rules! entry {
             ($name:literal) => {
