@@ -44,10 +44,11 @@ TESTS = --workspace --all-features --test cuda --test cuda_warm -- --test-thread
 NO_EMULATOR = $(if $(filter-out x86_64,$(shell uname -m)),an x86-64 processor)$(if $(shell command -v g++),, g++)
 
 ifeq ($(strip $(NO_EMULATOR)),)
+# A machine with a driver has it under each of these names, of which the first that is found is taken.
 emulator:
 	cargo build -p antiphon-emulator
 	mkdir -p -m 700 $(EMULATOR)/cache
-	for name in libcuda.so.1 libnvrtc.so.13; do ln -sf ../debug/libantiphon_emulator.so $(EMULATOR)/$$name; done
+	for name in libcuda.so libcuda.so.1 libnvrtc.so libnvrtc.so.13; do ln -sf ../debug/libantiphon_emulator.so $(EMULATOR)/$$name; done
 
 emulated: emulator $(VENV)/installed
 	$(EMULATED) cargo test $(TESTS)
@@ -60,7 +61,7 @@ endif
 
 # Whether the tests notice kernels that lack a release, an acquire, a fence, a wait or a barrier: scripts/mutants.py. The tests are built once.
 mutants: emulator
-	$(EMULATED) ANTIPHON_EMULATOR_MULTIPROCESSORS=8 python3 scripts/mutants.py $(MUTANTS)
+	$(EMULATED) ANTIPHON_EMULATOR_MULTIPROCESSORS=24 python3 scripts/mutants.py $(MUTANTS)
 
 # The emulated tests, up to the first race, in other orders of threads for each seed: `make soak SEEDS="$$(seq 100)"` for hours. The tests of
 # launches that overlap race on purpose. With SOAK=ANTIPHON_EMULATOR_SCHEDULE each seed is a schedule, and a failure names the record that repeats

@@ -53,17 +53,23 @@ CHANGES = [
 """What is changed: its kind, the pattern of a place, and what stands there instead of which text (None: all of it). The scope of a volatile
 access is the system; without it the access is weak."""
 
+ORDERS = "orders::rows_keep_their_order_around_captures_on_2_gpus"
+OPERATIONS = "captured::every_operation_is_captured"
 FAMILIES = [
-    ("crates/fabric/src/gpu/", "collectives", ["fusion::rows_of_one_vector", "captured::what_a_rank_sends_itself_is_captured"]),
-    ("crates/collectives/src/fusion/", "collectives", ["fusion::rows_of_one_vector", "fusion::every_source_has_the_hosts_bits"]),
+    ("crates/fabric/src/gpu/", "collectives", ["fusion::rows_of_one_vector", OPERATIONS]),
+    (
+        "crates/collectives/src/fusion/",
+        "collectives",
+        ["fusion::rows_of_one_vector", "orders::fused_calls_keep_their_order_around_captures_on_2_gpus"],
+    ),
     ("crates/collectives/src/mixed/", "collectives", ["mixed::gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus"]),
-    ("crates/collectives/src/gather_scatter/", "collectives", ["streams::both_ranks_may_send_before_they_receive"]),
+    ("crates/collectives/src/gather_scatter/", "collectives", [OPERATIONS, "orders::a_receive_delays_no_send_on_2_gpus"]),
     ("crates/collectives/src/all_reduce/", "collectives", ["registered::symmetric_memory_is_reduced_in_place_and_out_of_it"]),
-    ("crates/moe/src/normal/", "moe", ["orders::rows_keep_their_order_around_captures_on_2_gpus", "rings::wrapped_rings_end_on_2_gpus"]),
+    ("crates/moe/src/normal/", "moe", [ORDERS, "rings::wrapped_rings_end_on_2_gpus"]),
     ("crates/moe/src/hybrid/", "moe", ["hybrid::hybrid_scales_go_along_on_2_gpus", "rings::hybrid_wrapped_rings_end_on_2_gpus"]),
     ("crates/moe/src/low_latency/", "moe", ["orders::low_latency_calls_keep_their_order_around_captures_on_2_gpus"]),
-    ("crates/moe/src/layout/", "moe", ["orders::rows_keep_their_order_around_captures_on_2_gpus"]),
-    ("crates/executor/src/cuda/", "executor", ["graphs::graphs_replay_between_eager_calls_on_2", "every_operation_has_the_hosts_bits_on_3"]),
+    ("crates/moe/src/layout/", "moe", [ORDERS]),
+    ("crates/executor/src/cuda/", "executor", ["every_operation_has_the_hosts_bits_on_3", "graphs::graphs_replay_between_eager_calls_on_2"]),
 ]
 """Of each folder of kernels: the package and the tests that run them."""
 

@@ -16,7 +16,7 @@
 //! | `ANTIPHON_EMULATOR_MULTIPROCESSORS` | the multiprocessors of each, 132 without it |
 //! | `ANTIPHON_EMULATOR_ROOM` | `shared`: the grids of a GPU share its multiprocessors and queues |
 //! | `ANTIPHON_EMULATOR_REGISTERS` | `most`: a thread has as many as `__launch_bounds__` leaves it, and not 32 |
-//! | `ANTIPHON_EMULATOR_SEED` | the threads of a block run in another order for each number, in ascending order without it; and other streams share a queue |
+//! | `ANTIPHON_EMULATOR_SEED` | the threads of a block run in another order for each number, in ascending order without it; other streams share a queue; and where races are checked stores come late |
 //! | `ANTIPHON_EMULATOR_SCHEDULE` | one scheduler has all threads of all GPUs, and switches by this seed: docs/design/emulator.md |
 //! | `ANTIPHON_EMULATOR_REPLAY` | a record of such a run, which is repeated |
 //! | `ANTIPHON_EMULATOR_RACES` | `first` or `all` races are reported: docs/design/emulator.md |

@@ -2,7 +2,8 @@
 
 // ------------------------------------------------------------------------------------------------------------ fibers
 
-struct copy { char* to; const char* from; size_t bytes; char* taken; unsigned number; };
+// `pc` is that of a copy to shared memory, which reads when it is complete.
+struct copy { char* to; const char* from; size_t bytes; char* taken; unsigned number; size_t pc; };
 template <class T> struct list {
     T* items = nullptr;
     size_t len = 0, room = 0;
@@ -17,8 +18,8 @@ template <class T> struct list {
 struct copies {
     list<copy> begun;
     size_t groups = 0;
-    RUNTIME void begin(void* to, const void* from, size_t bytes, unsigned number) {
-        begun.push(copy{(char*)to, (const char*)from, bytes, nullptr, number});
+    RUNTIME void begin(void* to, const void* from, size_t bytes, unsigned number, size_t pc = 0) {
+        begun.push(copy{(char*)to, (const char*)from, bytes, nullptr, number, pc});
     }
     RUNTIME void end_group() { begun.push(copy{}); ++groups; }
     // All groups but the last `left` are complete, or have been read. Returns the number of the last copy that is.
@@ -33,6 +34,7 @@ struct copies {
                 if (!c.taken) memcpy(c.taken = (char*)malloc(c.bytes), c.from, c.bytes);
                 continue;
             }
+            if (check && c.pc) check->copied(c.from, c.bytes, c.pc, c.number);
             memcpy(c.to, c.taken ? c.taken : c.from, c.bytes);
             free(c.taken);
         }

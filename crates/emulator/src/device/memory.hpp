@@ -270,7 +270,7 @@ RUNTIME void bulk_store(void* to, uint32_t from, uint32_t bytes) {
 }
 RUNTIME void small_load(void* to, const void* from, uint32_t bytes) {
     const unsigned number = check ? check->copy(to, from, bytes, current->pc, false) : 0;
-    current->small.begin(to, from, bytes, number);
+    current->small.begin(to, from, bytes, number, current->pc);
 }
 RUNTIME void wait_copies(copies& of, size_t left, bool only_read, bool ends_group) {
     if (ends_group) of.end_group();

@@ -119,6 +119,8 @@ struct checks {
     void (*cluster_wait)();
     // A copy that is complete later: its number among those of its thread.
     unsigned (*copy)(void* to, const void* from, size_t bytes, size_t pc, bool is_bulk);
+    // It reads now, at the latest: what it sees it has observed.
+    void (*copied)(const void* from, size_t bytes, size_t pc, unsigned number);
     void (*copies_done)(unsigned number, bool only_read);
     void (*barrier_arrive)(const void* barrier);
     void (*barrier_complete)(const void* barrier, unsigned thread, unsigned number);

@@ -81,7 +81,7 @@ impl Record {
 
     /// The access, without what its word carries.
     pub(super) fn alone(&self) -> Self {
-        Self { word: self.word & (1 << 62) - 1, ..*self }
+        Self { word: self.word & ((1 << 62) - 1), ..*self }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -131,6 +131,14 @@ impl Block {
             }
         }
         time
+    }
+
+    /// A copy that is not a bulk copy reads, when its thread waits for it: it is as late as may be.
+    pub(super) fn copied(&mut self, from: usize, bytes: usize, pc: u64, number: Time) {
+        let id = self.ids(self.current())[2];
+        if let Some(page) = page(from) {
+            self.range(page, from, bytes, Access { id, time: number, pc, what: READ | COPY });
+        }
     }
 
     fn range(&mut self, first: &'static Page, at: usize, bytes: usize, access: Access) {
@@ -221,7 +229,7 @@ impl Block {
     }
 
     /// A strong store is ordered before what comes behind a strong load of it, whatever else it releases: causality order goes over the
-    /// observation order.
+    /// observation order. So is one that a copy has seen, where a line says why that copy may race.
     fn is_observed(&self, cell: &Cell, store: &Record, access: &Access) -> bool {
         let place = |id| Grid::of(id).map(|grid| grid.place(id));
         store.is(STRONG)
@@ -230,12 +238,15 @@ impl Block {
                     let scope = place(store.id).zip(place(load.id)).map_or(3, |(a, b)| a.scope_with(b));
                     scope_of(store.what()).min(scope_of(load.what())) >= scope
                 };
+                let has_seen = || match load.is(COPY) {
+                    true => report::may_race(load.pc()),
+                    false => load.is(STRONG) && is_strong(),
+                };
                 load.id == CROWD
                     || !load.is_empty()
-                        && load.is(STRONG)
                         && store.mask() & !load.mask() == 0
-                        && is_strong()
                         && self.knows(load, access)
+                        && has_seen()
             })
     }
 

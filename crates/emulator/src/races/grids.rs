@@ -13,6 +13,8 @@ pub(super) const SYSTEM: Scope = 3;
 #[derive(Debug)]
 pub(crate) struct Grid {
     pub range: Range,
+    /// How many grids of the process are before it.
+    pub number: usize,
     /// Null for a copy, or what the host does.
     pub name: Option<String>,
     pub device: usize,
@@ -74,6 +76,7 @@ impl Grid {
         );
         let grid = Arc::new(Self {
             range: Range { start, blocks, per_block },
+            number: all.len(),
             name,
             device,
             cluster_size,

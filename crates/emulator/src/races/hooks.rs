@@ -23,6 +23,7 @@ pub(crate) struct Checks {
     cluster_arrive: unsafe extern "C" fn(bool),
     cluster_wait: unsafe extern "C" fn(),
     copy: unsafe extern "C" fn(usize, usize, usize, usize, bool) -> u32,
+    copied: unsafe extern "C" fn(usize, usize, usize, u32),
     copies_done: unsafe extern "C" fn(u32, bool),
     barrier_arrive: unsafe extern "C" fn(usize),
     barrier_complete: unsafe extern "C" fn(usize, u32, u32),
@@ -43,6 +44,7 @@ pub(crate) static CHECKS: Checks = Checks {
     cluster_arrive,
     cluster_wait,
     copy,
+    copied,
     copies_done,
     barrier_arrive,
     barrier_complete,
@@ -111,6 +113,12 @@ unsafe extern "C" fn cluster_wait() {
 unsafe extern "C" fn copy(to: usize, from: usize, bytes: usize, pc: usize, is_bulk: bool) -> u32 {
     let copy = |block: &mut threads::Block| block.copy([to, from], bytes, pc as u64, is_bulk);
     if is_checking() { threads::with(copy).unwrap_or(0) } else { 0 }
+}
+
+unsafe extern "C" fn copied(from: usize, bytes: usize, pc: usize, number: u32) {
+    if is_checking() {
+        threads::with(|block| block.copied(from, bytes, pc as u64, number));
+    }
 }
 
 unsafe extern "C" fn copies_done(number: u32, only_read: bool) {

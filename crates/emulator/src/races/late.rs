@@ -117,7 +117,7 @@ impl Block {
         let has_history = each(words).any(|word| locked.cells()[word].writer.has_history());
         let left = random(2 * MOST_LOOKS).saturating_sub(MOST_LOOKS - 1);
         // All see it at once, and what it overwrites is over.
-        if left == 0 || at % WORD != 0 || bytes % WORD != 0 {
+        if left == 0 || !at.is_multiple_of(WORD) || !bytes.is_multiple_of(WORD) {
             return false;
         }
         let carries = each(words).filter(|word| locked.cells()[*word].writer.carries_release());
@@ -163,12 +163,9 @@ impl Block {
         }
         let cells = *locked.cells();
         let (histories, key) = locked.histories();
-        let Some(History(stores)) = histories.get_mut(&key).map(|history| {
-            history.tidy(&cells);
-            history
-        }) else {
-            return 0;
-        };
+        let Some(history) = histories.get_mut(&key) else { return 0 };
+        history.tidy(&cells);
+        let stores = &mut history.0;
         let mut older = 0;
         for words in (at..at + bytes).step_by(unit).map(|start| words(start, unit)) {
             let seen = stores
@@ -183,10 +180,7 @@ impl Block {
             let mut sees = if random(2) == 0 { late } else { random(late as u64) as usize };
             let mut next = words;
             for (index, store) in stores.iter_mut().enumerate() {
-                if store.words & words == 0 {
-                    continue;
-                }
-                if index < first {
+                if index < first || store.words & words == 0 {
                     continue;
                 }
                 if sees > 0 {

@@ -52,7 +52,13 @@ impl Block {
             let old = messages.remove(&key).unwrap_or_default();
             for (of, message) in old {
                 let left = of & (!mask | goes_on);
-                if left != 0 && !carried.iter().any(|(of, new)| of & left == left && covers(new, &message)) {
+                // Both are acquired together. Threads of one block have one place, so a word has few messages, however many releases.
+                let same = |(of, new): &&mut (u8, Message)| {
+                    *of == left && (new.scope, new.from) == (message.scope, message.from)
+                };
+                if let Some((_, new)) = carried.iter_mut().find(same) {
+                    Arc::make_mut(&mut new.knowledge).join(&message.knowledge);
+                } else if left != 0 {
                     carried.push((left, message));
                 }
             }
@@ -93,9 +99,4 @@ impl Block {
         }
         all.into_iter()
     }
-}
-
-/// Whether the new message of a place makes the old one needless.
-fn covers(new: &Message, old: &Message) -> bool {
-    new.from == old.from && new.scope >= old.scope
 }

@@ -45,15 +45,25 @@ pub(crate) fn line_of(pc: u64) -> String {
     place(&mut lock(&REPORTS).get_or_insert_default().places, pc)
 }
 
+/// Whether a line of this place says why it may race.
+pub(super) fn may_race(pc: u64) -> bool {
+    let mut reports = lock(&REPORTS);
+    let reports = reports.get_or_insert_default();
+    let place = place(&mut reports.places, pc);
+    is_allowed(&reports.allowed, &place)
+}
+
+fn is_allowed(allowed: &HashSet<String>, place: &str) -> bool {
+    place.split(" < ").any(|line| allowed.contains(line))
+}
+
 /// Reports a race, unless one of the same two places was. `grid` is the second one's.
 pub(super) fn race(race: &Race, grid: &Arc<Grid>) {
     let mut reports = lock(&REPORTS);
     let reports = reports.get_or_insert_default();
     let (first, second) = (race.first, &race.second);
     let pair = [first.pc(), second.pc].map(|pc| place(&mut reports.places, pc));
-    let is_allowed =
-        pair.iter().flat_map(|place| place.split(" < ")).any(|line| reports.allowed.contains(line));
-    if is_allowed || !reports.pairs.insert(pair.clone()) {
+    if pair.iter().any(|place| is_allowed(&reports.allowed, place)) || !reports.pairs.insert(pair.clone()) {
         return;
     }
     let before = Grid::of(first.id);
@@ -131,8 +141,9 @@ fn thread(grid: &Grid, id: Id) -> String {
     let of = |number: u32, [x, y, _]: [u32; 3]| [number % x, number / x % y, number / (x * y)];
     let ([a, b, c], [x, y, z]) = (of(block, blocks), of(number, threads));
     format!(
-        "GPU {}, {name}, block {a},{b},{c}, thread {x},{y},{z} (warp {}, lane {})",
+        "GPU {}, {name} (grid {} of the process), block {a},{b},{c}, thread {x},{y},{z} (warp {}, lane {})",
         grid.device,
+        grid.number,
         number / LANES,
         number % LANES
     )

@@ -1,6 +1,6 @@
 //! Copies that are complete later, and the proxies.
 
-use super::{BLOCK, Cases};
+use super::{BLOCK, Cases, Launch, on};
 
 /// A bulk store of 256 bytes of shared memory, which all threads have written.
 fn bulk_store(before: &str, behind: &str) -> String {
@@ -123,5 +123,25 @@ fn small_copies_are_waited_for() {
     // They are of the generic proxy: no fence lies between.
     let over = text(ALL).replace("if (t < 16)", "box[t] = 1; __syncthreads(); if (t < 16)");
     cases.is_right("small_copies_over_writes", &over, BLOCK);
+    cases.check();
+}
+
+#[test]
+fn what_a_copy_has_seen_may_be_overwritten_behind_it_if_the_copy_may_race() {
+    let mut cases = Cases::default();
+    let text = |why: &str| {
+        format!(
+            "alignas(16) __shared__ u32 box[4];
+             if (t == 0 && who == 0) {{ ST(\"volatile\", data, 1); ST(\"volatile\", data + 1, 1); ST(\"volatile\", data + 2, 1); ST(\"volatile\", data + 3, 1); }}
+             if (t == 0 && who == 1) do {{
+                 asm volatile(\"cp.async.cg.shared.global [%0], [%1], 16;\" :: \"r\"(ADDRESS(box)), \"l\"(data) : \"memory\");{why}
+                 asm volatile(\"cp.async.wait_all;\" ::: \"memory\");
+             }} while (!(box[0] && box[1] && box[2] && box[3]));
+             if (t == 0 && who == 2) data[0] = data[1] = data[2] = data[3] = 2;"
+        )
+    };
+    let launches = [on(0), on(1), Launch { behind: Some(1), ..on(1) }];
+    cases.is_right("seen_by_a_copy", &text(" // races: each word tells whether it came"), &launches);
+    cases.is_wrong("seen_by_a_copy_that_races", &text(""), &launches, "no release");
     cases.check();
 }

@@ -159,6 +159,27 @@ fn a_release_is_of_all_that_its_block_did_before_a_barrier() {
 }
 
 #[test]
+fn a_count_carries_the_releases_of_all_who_have_counted() {
+    let mut cases = Cases::default();
+    // Two warps of one block, which do not know each other.
+    let text = |count: &str| {
+        format!(
+            "if (who == 0 && t % 32 == 0) {{ data[t] = 1; {count} }}
+             if (who == 1 && t == 0) {{ UNTIL(\"acquire.sys\", flag, 2) data[64] = data[0] + data[32]; }}"
+        )
+    };
+    cases.is_right("count", &text("ADD(\"release.sys.global\", flag, 1);"), GPUS);
+    cases.is_wrong("count_relaxed", &text("ADD(\"relaxed.sys.global\", flag, 1);"), GPUS, EDGE);
+    cases.is_wrong(
+        "count_half_relaxed",
+        &text("if (t) ADD(\"relaxed.sys.global\", flag, 1); else ADD(\"release.sys.global\", flag, 1);"),
+        GPUS,
+        EDGE,
+    );
+    cases.check();
+}
+
+#[test]
 fn a_third_thread_passes_the_message_on() {
     let mut cases = Cases::default();
     let text = |load: &str, store: &str| {
