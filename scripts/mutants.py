@@ -4,6 +4,7 @@
     scripts/mutants.py --list                      the mutants: FILE:LINE:FROM=>TO, one a line
     scripts/mutants.py [--only TEXT] [--jobs N]    runs the tests of each mutant's family up to the first failure, and prints a table
     scripts/mutants.py --record FILE               writes the results as JSON too; survivors have the reason of REASONS
+    scripts/mutants.py --baseline                  runs the tests of all families without a mutant, and no more
     scripts/mutants.py --explain FILE              puts reasons that were found since into such a file
 
 The emulator's NVRTC changes the text (crates/emulator/src/mutant.rs), so nothing is rebuilt: the test programs are those of
@@ -55,23 +56,30 @@ access is the system; without it the access is weak."""
 
 ORDERS = "orders::rows_keep_their_order_around_captures_on_2_gpus"
 OPERATIONS = "captured::every_operation_is_captured"
+HYBRID = ["hybrid::hybrid_scales_go_along_on_2_gpus", "rings::hybrid_wrapped_rings_end_on_2_gpus"]
+ROWS = [ORDERS, "rings::wrapped_rings_end_on_2_gpus"]
 FAMILIES = [
-    ("crates/fabric/src/gpu/", "collectives", ["fusion::rows_of_one_vector", OPERATIONS]),
+    ("fabric/src/gpu/*", "collectives", ["fusion::rows_of_one_vector", OPERATIONS]),
     (
-        "crates/collectives/src/fusion/",
+        "collectives/src/fusion/gpu/*",
         "collectives",
         ["fusion::rows_of_one_vector", "orders::fused_calls_keep_their_order_around_captures_on_2_gpus"],
     ),
-    ("crates/collectives/src/mixed/", "collectives", ["mixed::gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus"]),
-    ("crates/collectives/src/gather_scatter/", "collectives", [OPERATIONS, "orders::a_receive_delays_no_send_on_2_gpus"]),
-    ("crates/collectives/src/all_reduce/", "collectives", ["registered::symmetric_memory_is_reduced_in_place_and_out_of_it"]),
-    ("crates/moe/src/normal/", "moe", [ORDERS, "rings::wrapped_rings_end_on_2_gpus"]),
-    ("crates/moe/src/hybrid/", "moe", ["hybrid::hybrid_scales_go_along_on_2_gpus", "rings::hybrid_wrapped_rings_end_on_2_gpus"]),
-    ("crates/moe/src/low_latency/", "moe", ["orders::low_latency_calls_keep_their_order_around_captures_on_2_gpus"]),
-    ("crates/moe/src/layout/", "moe", [ORDERS]),
-    ("crates/executor/src/cuda/", "executor", ["every_operation_has_the_hosts_bits_on_3", "graphs::graphs_replay_between_eager_calls_on_2"]),
+    ("collectives/src/mixed/*", "collectives", ["mixed::gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus"]),
+    ("collectives/src/gather_scatter/**/*", "collectives", [OPERATIONS, "orders::a_receive_delays_no_send_on_2_gpus"]),
+    ("collectives/src/all_reduce/*", "collectives", ["registered::symmetric_memory_is_reduced_in_place_and_out_of_it"]),
+    ("moe/src/normal/[pr]*", "moe", ROWS + HYBRID),
+    ("moe/src/normal/*", "moe", ROWS),
+    ("moe/src/hybrid/**/*", "moe", HYBRID),
+    ("moe/src/low_latency/*", "moe", ["orders::low_latency_calls_keep_their_order_around_captures_on_2_gpus"]),
+    ("moe/src/layout/*", "moe", [ORDERS]),
+    ("executor/src/cuda/*", "executor", ["every_operation_has_the_hosts_bits_on_3", "graphs::graphs_replay_between_eager_calls_on_2"]),
 ]
-"""Of each folder of kernels: the package and the tests that run them."""
+"""Of kernels, by the first of these patterns that has their file: the package and the tests that run them. The hybrid form has the rings and the
+pipeline of the normal one."""
+
+BULK, NO_BULK = "9.0", "8.0"
+"""Compute capabilities with bulk copies and without."""
 
 REASONS = ROOT / "benches" / "mutants.json"
 """Why each survivor is equivalent, or what would catch it: {MUTANT: TEXT}."""
@@ -85,6 +93,7 @@ class Mutant:
     change: str
     package: str
     tests: list[str]
+    capability: str = BULK
     outcome: str = ""
     seconds: float = 0.0
     report: str = ""
@@ -92,14 +101,20 @@ class Mutant:
 
 def mutants() -> list[Mutant]:
     found = []
-    for folder, package, tests in FAMILIES:
-        for file in sorted((ROOT / folder).rglob("*.cuh")):
+    seen = set()
+    for pattern, package, tests in FAMILIES:
+        for file in sorted(set((ROOT / "crates").glob(pattern + ".cuh")) - seen):
+            seen.add(file)
             name = marker(file)
+            capability = BULK
             for number, line in enumerate(file.read_text().splitlines(), 1):
+                if line.startswith("#"):
+                    # Without bulk copies stands another pipeline.
+                    capability = NO_BULK if line.startswith("#else") else BULK
                 code = line.split("//")[0]
-                for kind, pattern, old, new in CHANGES:
-                    for text in dict.fromkeys(match.group(0) for match in re.finditer(pattern, code)):
-                        found.append(Mutant(kind, f"{name}:{number}:{old or text}=>{new}", package, tests))
+                for kind, place, old, new in CHANGES:
+                    for text in dict.fromkeys(match.group(0) for match in re.finditer(place, code)):
+                        found.append(Mutant(kind, f"{name}:{number}:{old or text}=>{new}", package, tests, capability))
     return found
 
 
@@ -119,9 +134,8 @@ def marker(file: Path) -> str:
 
 def programs() -> dict[str, str]:
     """The test program of each package, which Cargo has built."""
-    # The packages are all that `make emulated` tests, so that nothing is built with other features.
-    packages = ["device", "fabric", "moe", "collectives", "executor"]
-    command = ["cargo", "test", *(f"-pantiphon-{package}" for package in packages), "--test", "cuda", "--no-run", "--message-format", "json"]
+    # As `make emulated` does, so that nothing is built with other features.
+    command = ["cargo", "test", "--workspace", "--all-features", "--test", "cuda", "--no-run", "--message-format", "json"]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     found = {}
     for message in map(json.loads, output.splitlines()):
@@ -130,10 +144,11 @@ def programs() -> dict[str, str]:
     return found
 
 
-def run(program: str, tests: list[str], mutant: str, limit: float) -> tuple[str, float, str]:
+def run(program: str, tests: list[str], capability: str, mutant: str, limit: float) -> tuple[str, float, str]:
     """The outcome, the seconds and the report. What hangs is not counted as caught: a machine that is busy is slow, too."""
     # With a seed stores come late, so that a value shows what no race does.
-    environment = {"ANTIPHON_EMULATOR_SEED": "1"} | os.environ | {"ANTIPHON_EMULATOR_RACES": "first", "ANTIPHON_EMULATOR_MUTANT": mutant}
+    variables = {"RACES": "first", "MUTANT": mutant, "CAPABILITY": capability}
+    environment = {"ANTIPHON_EMULATOR_SEED": "1"} | os.environ | {f"ANTIPHON_EMULATOR_{name}": value for name, value in variables.items()}
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -162,6 +177,7 @@ def explain(path: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--baseline", action="store_true")
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose change contains this")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="of one mutant")
@@ -184,9 +200,10 @@ def main() -> int:
     is_right = True
 
     def without(family: tuple[str, ...]) -> tuple[tuple[str, ...], str, float, str]:
-        return (family, *run(built[family[0]], list(family[1:]), "", 4 * arguments.limit))
+        package, capability, *tests = family
+        return (family, *run(built[package], tests, capability, "", 4 * arguments.limit))
 
-    families = sorted({(mutant.package, *mutant.tests) for mutant in chosen})
+    families = sorted({(mutant.package, mutant.capability, *mutant.tests) for mutant in chosen})
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for family, outcome, seconds, report in pool.map(without, families):
             print(f"{' '.join(family)}: {outcome} in {seconds:.0f} s without a mutant\n{report}".rstrip(), flush=True)
@@ -194,13 +211,15 @@ def main() -> int:
                 limits[family] = max(arguments.limit, 4 * seconds)
             else:
                 is_right = False
+    if arguments.baseline:
+        return 0 if is_right else 1
 
     def judge(mutant: Mutant) -> Mutant:
-        family = (mutant.package, *mutant.tests)
+        family = (mutant.package, mutant.capability, *mutant.tests)
         if family not in limits or time.monotonic() - start > arguments.seconds:
             return mutant
         limit = limits[family]
-        mutant.outcome, mutant.seconds, mutant.report = run(built[mutant.package], mutant.tests, mutant.change, limit)
+        mutant.outcome, mutant.seconds, mutant.report = run(built[mutant.package], mutant.tests, mutant.capability, mutant.change, limit)
         mutant.seconds = round(mutant.seconds, 1)
         print(f"{mutant.outcome:9} {mutant.seconds:5.0f} s  {mutant.kind:12} {mutant.change}", flush=True)
         return mutant

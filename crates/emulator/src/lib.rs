@@ -14,6 +14,7 @@
 //! | --- | --- |
 //! | `ANTIPHON_EMULATOR_GPUS` | the number of GPUs, 4 without it |
 //! | `ANTIPHON_EMULATOR_MULTIPROCESSORS` | the multiprocessors of each, 132 without it |
+//! | `ANTIPHON_EMULATOR_CAPABILITY` | the compute capability of each, 9.0 without it. The room of a multiprocessor stays that of 9.0 |
 //! | `ANTIPHON_EMULATOR_ROOM` | `shared`: the grids of a GPU share its multiprocessors and queues |
 //! | `ANTIPHON_EMULATOR_REGISTERS` | `most`: a thread has as many as `__launch_bounds__` leaves it, and not 32 |
 //! | `ANTIPHON_EMULATOR_SEED` | the threads of a block run in another order for each number, in ascending order without it; other streams share a queue; and where races are checked stores come late |

@@ -12,7 +12,7 @@ use std::{
     cell::RefCell,
     ffi::{CStr, CString, c_char, c_int, c_uint, c_void},
     ptr,
-    sync::Mutex,
+    sync::{Mutex, OnceLock},
 };
 
 use cudarc::driver::sys;
@@ -86,6 +86,20 @@ fn set_text(to: *mut c_char, len: c_int, text: &str) -> Code {
     Code::OK
 }
 
+/// The compute capability: `ANTIPHON_EMULATOR_CAPABILITY`, or that of an H100.
+fn capability() -> [c_int; 2] {
+    static CAPABILITY: OnceLock<[c_int; 2]> = OnceLock::new();
+    *CAPABILITY.get_or_init(|| {
+        let given = std::env::var("ANTIPHON_EMULATOR_CAPABILITY").unwrap_or_default();
+        let parts =
+            given.split_once('.').and_then(|(major, minor)| Some([major.parse().ok()?, minor.parse().ok()?]));
+        parts.unwrap_or_else(|| {
+            assert!(given.is_empty(), "ANTIPHON_EMULATOR_CAPABILITY is like 8.0, not {given}");
+            [9, 0]
+        })
+    })
+}
+
 functions! {
     fn cuInit(_flags: c_uint) { Code::OK }
     fn cuDriverGetVersion(version: *mut c_int) { answer(version, Ok(13_000)) }
@@ -105,12 +119,14 @@ functions! {
     fn cuDeviceTotalMem_v2(bytes: *mut usize, _device: c_int) { answer(bytes, Ok(memory::TOTAL)) }
     fn cuDeviceGetAttribute(value: *mut c_int, attribute: u32, _device: c_int) {
         answer(value, Ok(match attribute {
-            75 => 9,
+            75 => capability()[0],
+            76 => capability()[1],
             16 => multiprocessors() as c_int,
             38 => 50 << 20,
             97 => SHARED_BYTES_PER_BLOCK as c_int,
             39 => THREADS_PER_MULTIPROCESSOR as c_int,
-            95 | 120 | 102 | 103 => 1, // cooperative launches, clusters, virtual memory, file descriptors
+            120 => (capability()[0] >= 9).into(), // clusters
+            95 | 102 | 103 => 1, // cooperative launches, virtual memory, file descriptors
             _ => 0,
         }))
     }

@@ -308,6 +308,7 @@ struct pipeline {
     }
     template <class To> DEVICE void copy_to_each(u32 count, To to, const u8* from, u32 bytes, signals after) {
         constexpr u32 COUNT = 4;
+        __syncwarp(); // a lane may have written what `to` reads
         for (u32 first = lane_id() * 16; first < bytes; first += COUNT * 512) {
             uint4 v[COUNT];
 #pragma unroll
