@@ -41,8 +41,6 @@ EMULATED = ANTIPHON_EMULATOR_GPUS=8 LD_LIBRARY_PATH=$(EMULATOR) ANTIPHON_NVRTC=$
 TESTS = --workspace --all-features --test cuda --test cuda_warm -- --test-threads 1 reductions on_1_gpus as_defined_on_2 beside_on_2 \
 	order:: orders:: room:: late_block as_a_whole fuse_different failures:: refused:: wrapped_rings hybrid_scales many_experts many_tokens region_of_two \
 	rows_and_sums_have_the_hosts_bits_on_2 all_reduces_have_the_hosts_bits_on_2 every_operation_has_the_hosts_bits replay_between_eager_calls_on_2 takes_nothing --skip hybrid_rows_and_sums_have_the_hosts_bits_on_2 --skip have_room_on_8 --skip without_memory_on_8
-# Small tests of all families, up to the first race, with late stores; of the code without bulk copies too.
-CHECKED = $(EMULATED) ANTIPHON_EMULATOR_MULTIPROCESSORS=24 python3 scripts/mutants.py
 NO_EMULATOR = $(if $(filter-out x86_64,$(shell uname -m)),an x86-64 processor)$(if $(shell command -v g++),, g++)
 
 ifeq ($(strip $(NO_EMULATOR)),)
@@ -55,7 +53,6 @@ emulator:
 emulated: emulator $(VENV)/installed
 	$(EMULATED) cargo test $(TESTS)
 ifeq ($(origin TESTS),file)
-	$(CHECKED) --baseline
 	$(EMULATED) cargo test -p antiphon-cli --test plan -- between_gpus
 	$(PYTHON) -m maturin develop --quiet
 	$(EMULATED) $(PYTHON) -m pytest -m cuda tests/test_moe_first_calls.py tests/test_cuda_arrays.py tests/test_cuda_plans.py \
@@ -64,7 +61,7 @@ endif
 
 # Whether the tests notice kernels that lack a release, an acquire, a fence, a wait or a barrier: scripts/mutants.py. The tests are built once.
 mutants: emulator
-	$(CHECKED) $(MUTANTS)
+	$(EMULATED) ANTIPHON_EMULATOR_MULTIPROCESSORS=24 python3 scripts/mutants.py $(MUTANTS)
 
 # The emulated tests, up to the first race, in other orders of threads for each seed: `make soak SEEDS="$$(seq 100)"` for hours. The tests of
 # launches that overlap race on purpose. With SOAK=ANTIPHON_EMULATOR_SCHEDULE each seed is a schedule, and a failure names the record that repeats

@@ -5,6 +5,7 @@
     scripts/mutants.py [--only TEXT] [--jobs N]    runs the tests of each mutant's family up to the first failure, and prints a table
     scripts/mutants.py --record FILE               writes the results as JSON too; survivors have the reason of REASONS
     scripts/mutants.py --baseline                  runs the tests of all families without a mutant, and no more
+    scripts/mutants.py --again FILE                of such a file, those that were not caught, with the tests of today; --record has all of them
     scripts/mutants.py --explain FILE              puts reasons that were found since into such a file
 
 The emulator's NVRTC changes the text (crates/emulator/src/mutant.rs), so nothing is rebuilt: the test programs are those of
@@ -21,8 +22,9 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benches"))
@@ -118,6 +120,13 @@ def mutants() -> list[Mutant]:
     return found
 
 
+CAUGHT = ("race", "fails")
+
+
+def results_of(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("outcome", "seconds", "report")}
+
+
 def marker(file: Path) -> str:
     """The name under which a program includes the file, which its source says."""
     for source in file.parent.glob("*.rs"):
@@ -184,11 +193,18 @@ def main() -> int:
     parser.add_argument("--programs", type=json.loads, metavar="JSON", help="the test program of each package, already built")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other mutant begins")
     parser.add_argument("--record", type=Path, metavar="FILE")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="mutants that were not caught in a record")
     parser.add_argument("--explain", type=Path, metavar="FILE", help="puts the reasons of survivors into a record")
     arguments = parser.parse_args()
     if arguments.explain:
         return explain(arguments.explain)
     chosen = [mutant for mutant in mutants() if arguments.only in mutant.change]
+    known: list[Mutant] = []
+    if arguments.again:
+        before = {row["change"]: row for row in json.loads(arguments.again.read_text())["mutants"]}
+        is_known = [before.get(mutant.change, {}).get("outcome") in CAUGHT for mutant in chosen]
+        known = [replace(mutant, **results_of(before[mutant.change])) for mutant, known in zip(chosen, is_known, strict=True) if known]
+        chosen = [mutant for mutant, known in zip(chosen, is_known, strict=True) if not known]
     # Mixed, so that a run that is cut short has some of all files.
     chosen.sort(key=lambda mutant: hashlib.sha1(mutant.change.encode()).digest())
     if arguments.list:
@@ -226,8 +242,8 @@ def main() -> int:
 
     facts = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        judged = [mutant for mutant in pool.map(judge, chosen) if mutant.outcome]
-    caught = [mutant for mutant in judged if mutant.outcome in ("race", "fails")]
+        judged = known + [mutant for mutant in pool.map(judge, chosen) if mutant.outcome]
+    caught = [mutant for mutant in judged if mutant.outcome in CAUGHT]
     reasons = json.loads(REASONS.read_text()) if REASONS.exists() else {}
     seconds = round(time.monotonic() - start)
     print(f"{len(caught)} of {len(judged)} are caught, in {seconds} s")
@@ -235,7 +251,7 @@ def main() -> int:
         if mutant.outcome == "survives":
             print(f"survives: {mutant.change}: {reasons.get(mutant.change, 'not explained')}")
     if arguments.record:
-        counts = {"caught": len(caught), "of": len(judged), "not begun": len(chosen) - len(judged), "seconds": seconds}
+        counts = {"caught": len(caught), "of": len(judged), "not begun": len(chosen) + len(known) - len(judged), "seconds": seconds}
         record.write(arguments.record, facts | counts | {"mutants": [asdict(mutant) for mutant in judged]})
         explain(arguments.record)
     return 0 if is_right else 1

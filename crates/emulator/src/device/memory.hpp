@@ -102,6 +102,7 @@ template <class T> RUNTIME void store(volatile void* at, T value, unsigned what)
     moved();
     wrote(at, sizeof(T));
     access checked(at, sizeof(T), what | WRITE);
+    if ((what & STRONG) && checked.entered && check->is_lost()) return;
     if constexpr (sizeof(T) == 16) {
         __m128i v;
         memcpy(&v, &value, 16);

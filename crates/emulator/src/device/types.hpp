@@ -110,6 +110,8 @@ struct checks {
     void* (*enter)(const void* at, size_t pc, unsigned what, unsigned bytes, unsigned unit);
     // Of a load between them: replaces the value by an older one, if it is late. Whether it is.
     bool (*older)(const void* at, void* value, unsigned bytes);
+    // Of a store between them: whether it comes before the one that is there.
+    bool (*is_lost)();
     void (*leave)(void* entered);
     void (*fence)(unsigned scope);
     void (*proxy_fence)(unsigned spaces);

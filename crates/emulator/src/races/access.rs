@@ -148,6 +148,7 @@ impl Block {
             let to = end.min((from / GRANULE + 1) * GRANULE);
             let page = if from == at { Some(first) } else { page(from) };
             if let Some(page) = page {
+                self.is_lost = false;
                 self.granule(&mut Locked::new(page, from), from, to - from, 0, access);
             }
             from = to;
@@ -163,7 +164,7 @@ impl Block {
         what: u32,
     ) -> Option<Locked> {
         let mut locked = Locked::new(page(at)?, at);
-        self.older = Older::default();
+        (self.older, self.is_lost) = (Older::default(), false);
         let thread = self.current();
         let access = Access { id: self.ids(thread)[0], time: self.lanes[thread].time, pc, what };
         self.granule(&mut locked, at, bytes, unit, access);
@@ -174,7 +175,10 @@ impl Block {
         let is_shared = locked.is_shared;
         let (mut seen, mut own, mut older, mut has_history) = (0, 0, 0, false);
         if access.is(STRONG) && late::is_on() && !is_shared {
-            if access.is(WRITE) {
+            self.is_lost = access.is(WRITE) && self.loses(locked, at, bytes, &access);
+            if self.is_lost {
+                // Nobody ever reads it.
+            } else if access.is(WRITE) {
                 has_history = self.overwrite(locked, at, bytes, &access);
             } else {
                 older = self.look_back(locked, at, bytes, unit, &access);
@@ -192,8 +196,8 @@ impl Block {
             if let Some((first, missing)) = self.check(cell, mask, &access, is_shared) {
                 report::race(&Race { first, second: access, at: byte_at, missing }, &self.grid);
             }
-            // Who returns what was there before has not seen the last store.
-            if older >> index & 1 != 0 {
+            // A thread that returns what was there before has not seen the last store.
+            if self.is_lost || older >> index & 1 != 0 {
                 continue;
             }
             self.remember(cell, mask, &access);
@@ -203,7 +207,7 @@ impl Block {
             seen |= u8::from(was_release) << index;
             own |= u8::from(was_release && was_own) << index;
         }
-        if access.is(STRONG) || seen != 0 {
+        if !self.is_lost && (access.is(STRONG) || seen != 0) {
             self.synchronise(locked, at, bytes, access, seen, own);
         }
     }

@@ -15,6 +15,7 @@ pub(crate) struct Checks {
     weak: unsafe extern "C" fn(usize, usize, u32),
     enter: unsafe extern "C" fn(usize, usize, u32, u32, u32) -> *const Shard,
     older: unsafe extern "C" fn(usize, *mut u8, u32) -> bool,
+    is_lost: unsafe extern "C" fn() -> bool,
     leave: unsafe extern "C" fn(*const Shard),
     fence: unsafe extern "C" fn(u32),
     proxy_fence: unsafe extern "C" fn(u32),
@@ -36,6 +37,7 @@ pub(crate) static CHECKS: Checks = Checks {
     weak,
     enter,
     older,
+    is_lost,
     leave,
     fence,
     proxy_fence,
@@ -75,6 +77,10 @@ unsafe extern "C" fn older(at: usize, value: *mut u8, bytes: u32) -> bool {
     // SAFETY: the value that was loaded there.
     let value = unsafe { std::slice::from_raw_parts_mut(value, bytes as usize) };
     threads::with(|block| block.replace(at, value)).unwrap_or(false)
+}
+
+unsafe extern "C" fn is_lost() -> bool {
+    threads::with(|block| block.is_lost).unwrap_or(false)
 }
 
 unsafe extern "C" fn leave(entered: *const Shard) {

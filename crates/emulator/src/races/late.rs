@@ -3,6 +3,7 @@
 //! A processor shows each store to all threads at once. PTX lets a strong load return any store that coherence and causality order allow. So
 //! of each word in global memory the last stores are remembered, with what they overwrote, and a strong load may return that:
 //! unless the thread knows of the store, has seen it or a later one, or knows a thread that had. A store is seen by all after a few looks.
+//! And of two strong stores that nothing orders, either may be the one that stays.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -13,7 +14,7 @@ use std::{
 };
 
 use super::{
-    access::{ACQUIRE, Access},
+    access::{ACQUIRE, Access, READ, STRONG, WRITE},
     clocks::{Id, Time},
     grids::{SYSTEM, Scope},
     shadow::{Cell, GRANULE, Locked, Record, WORD},
@@ -146,6 +147,32 @@ impl Block {
         }
         history.0.push(Store { words, writer, before, carried, seen: Vec::new(), left });
         true
+    }
+
+    /// Decides whether a strong store comes before the one that is there, which it does not know: then the other one stays. Two stores
+    /// that nothing orders may come in either order; nothing comes between the load and the store of an atomic operation. Of a store that
+    /// somebody has read it is not remembered who was the first, and this one may be behind that load: it does not come before.
+    pub(super) fn loses(&self, locked: &mut Locked, at: usize, bytes: usize, access: &Access) -> bool {
+        let known = &self.lanes[self.current()].known.all;
+        let knows = |record: &Record| record.id == access.id || known.time(record.id) >= record.time;
+        let is_unordered = |cell: &Cell| {
+            let store = &cell.writer;
+            let is_plain = store.is(STRONG) && store.is(WRITE) && !store.is(READ);
+            is_plain && !knows(store) && cell.readers.iter().all(Record::is_empty)
+        };
+        let words = words(at, bytes);
+        let loses = !access.is(READ)
+            && at.is_multiple_of(WORD)
+            && bytes.is_multiple_of(WORD)
+            && each(words).all(|word| is_unordered(&locked.cells()[word]))
+            && random(2) == 0;
+        if loses {
+            // Its thread, and who knows it, never see what was there before both.
+            let (histories, key) = locked.histories();
+            let stores = histories.get_mut(&key).into_iter().flat_map(|History(stores)| stores);
+            stores.filter(|store| store.words & words != 0).for_each(|store| store.see(words, access));
+        }
+        loses
     }
 
     /// Decides what a strong load returns: of each `unit` bytes, which are one value, what was there before some store. Returns the

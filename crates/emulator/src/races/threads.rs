@@ -87,6 +87,8 @@ pub(crate) struct Block {
     behind_wait: Option<Arc<Knowledge>>,
     /// What the last strong load returns in place of what is there.
     pub(super) older: Older,
+    /// Whether its last strong store comes before one that is there already.
+    pub(super) is_lost: bool,
 }
 
 thread_local! {
@@ -134,6 +136,7 @@ impl Block {
             ahead: ahead.clone(),
             behind_wait: None,
             older: Older::default(),
+            is_lost: false,
         }
     }
 

@@ -111,7 +111,7 @@ DEVICE bool receive_chunk(reader& r, u32 from, u8* at, bool is_loaded, chunk& go
     if (!came) return false;
     const uint4 empty = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
     store16(at + lane_id() * 16, empty);
-    if (IS_CODED && lane_id() == 0) store16(at + 512, empty);
+    if (IS_CODED && lane_id() == 0) store16(at + 512, empty); // races: a lane votes when it has its scale, and this follows the vote
     if (!IS_CODED) got.v = unmasked(got.v);
     return true;
 }

@@ -102,3 +102,23 @@ fn vectors_arrive_by_element_and_whole_values_at_once() {
     cases.leaves("whole", &text(store, load), GPUS, &[[0, 0], [1, 1]]);
     cases.check();
 }
+
+#[test]
+fn of_two_stores_that_nothing_orders_either_stays() {
+    let mut cases = Cases::default();
+    let text =
+        together(2, "ST(\"relaxed.sys\", data, who + 1); MEET data[16 + who] = LD(\"relaxed.sys\", data);");
+    cases.leaves("coww", &text, GPUS, &[[1, 1], [1, 2], [2, 2]]);
+    // A receiver empties a place and says so, and the sender fills it again.
+    let text = together(
+        2,
+        "if (who == 0) { ST(\"relaxed.sys\", data, 7); ST(STORE, data + 1, 1); }
+         else { UNTIL(LOAD, data + 1, 1) ST(\"relaxed.sys\", data, 5); data[16] = LD(\"relaxed.sys\", data); }",
+    );
+    let with = |store: &str, load: &str| {
+        text.replace("STORE", &format!("\"{store}\"")).replace("LOAD", &format!("\"{load}\""))
+    };
+    cases.leaves("filled_relaxed", &with("relaxed.sys", "relaxed.sys"), GPUS, &[[5], [7]]);
+    cases.leaves("filled_ordered", &with("release.sys", "acquire.sys"), GPUS, &[[5]]);
+    cases.check();
+}
