@@ -67,7 +67,11 @@ FAMILIES = [
         "collectives",
         ["fusion::rows_of_one_vector", "orders::fused_calls_keep_their_order_around_captures_on_2_gpus"],
     ),
-    ("collectives/src/mixed/*", "collectives", ["mixed::gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus"]),
+    (
+        "collectives/src/mixed/*",
+        "collectives",
+        ["mixed::gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus", "orders::mixed_calls_keep_their_order_around_captures_on_4_gpus"],
+    ),
     ("collectives/src/gather_scatter/**/*", "collectives", [OPERATIONS, "orders::a_receive_delays_no_send_on_2_gpus"]),
     ("collectives/src/all_reduce/*", "collectives", ["registered::symmetric_memory_is_reduced_in_place_and_out_of_it"]),
     ("moe/src/normal/[pr]*", "moe", ROWS + HYBRID),
@@ -110,7 +114,7 @@ def mutants() -> list[Mutant]:
             name = marker(file)
             capability = BULK
             for number, line in enumerate(file.read_text().splitlines(), 1):
-                if line.startswith("#"):
+                if line.startswith(("#if", "#else", "#endif")):
                     # Without bulk copies stands another pipeline.
                     capability = NO_BULK if line.startswith("#else") else BULK
                 code = line.split("//")[0]
