@@ -128,7 +128,8 @@ CAUGHT = ("race", "fails")
 
 
 def results_of(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in ("outcome", "seconds", "report")}
+    """What a record says of a mutant."""
+    return {name: row[name] for name in ("outcome", "seconds", "report") if name in row}
 
 
 def marker(file: Path) -> str:
@@ -206,9 +207,11 @@ def main() -> int:
     known: list[Mutant] = []
     if arguments.again:
         before = {row["change"]: row for row in json.loads(arguments.again.read_text())["mutants"]}
-        is_known = [before.get(mutant.change, {}).get("outcome") in CAUGHT for mutant in chosen]
-        known = [replace(mutant, **results_of(before[mutant.change])) for mutant, known in zip(chosen, is_known, strict=True) if known]
-        chosen = [mutant for mutant, known in zip(chosen, is_known, strict=True) if not known]
+        # One that does not begin again keeps its outcome.
+        all_of_them = [replace(mutant, **results_of(before.get(mutant.change, {}))) for mutant in mutants()]
+        known = [mutant for mutant in all_of_them if mutant.outcome in CAUGHT or arguments.only not in mutant.change]
+        changes = {mutant.change for mutant in known}
+        chosen = [mutant for mutant in all_of_them if mutant.change not in changes]
     # Mixed, so that a run that is cut short has some of all files.
     chosen.sort(key=lambda mutant: hashlib.sha1(mutant.change.encode()).digest())
     if arguments.list:

@@ -92,7 +92,7 @@ template <class T> RUNTIME T load(const volatile void* at, unsigned what) {
         memcpy(&value, &bits, sizeof(T));
     }
     if (!(what & STRONG)) return value;
-    // Who has not seen the last store does not wait for another.
+    // A thread that has not seen the last store does not wait for another one.
     if (!checked.entered || !check->older((const void*)at, &value, sizeof(T))) saw(at, sizeof(T), &value);
     return value;
 }

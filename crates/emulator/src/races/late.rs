@@ -6,21 +6,17 @@
 //! And of two strong stores that nothing orders, either may be the one that stays.
 
 use std::{
-    collections::{BTreeMap, HashMap},
-    sync::{
-        Mutex,
-        atomic::{AtomicU64, Ordering},
-    },
+    collections::HashMap,
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use super::{
-    access::{ACQUIRE, Access, READ, STRONG, WRITE},
+    access::{Access, READ, STRONG, WRITE},
     clocks::{Id, Time},
-    grids::{SYSTEM, Scope},
     shadow::{Cell, GRANULE, Locked, Record, WORD},
-    threads::{Block, Knowledge, Message},
+    threads::{Block, Message},
 };
-use crate::{lock, schedule::mixed, seed};
+use crate::{schedule::mixed, seed};
 
 /// The stores of a granule that are remembered.
 const MOST_STORES: usize = 6;
@@ -40,7 +36,7 @@ struct Store {
     /// What it overwrote, and what that carried.
     before: [u32; WORDS],
     carried: Vec<(u8, Message)>,
-    /// Who has seen which words of it, and when.
+    /// The threads that have seen words of it: which words, the thread, and its time at the first.
     seen: Vec<(u8, Id, Time)>,
     /// How many loads may yet not see it.
     left: u64,
@@ -55,9 +51,6 @@ pub(super) type Histories = HashMap<usize, History>;
 
 /// What a load returns in place of what is there: of each word of its granule.
 pub(super) type Older = [Option<u32>; WORDS];
-
-/// What the last `fence.sc` knew: of those with the system's scope, and of all on a GPU.
-static FENCES: Mutex<BTreeMap<Option<usize>, Knowledge>> = Mutex::new(BTreeMap::new());
 
 /// Whether stores come late: if there is a seed. This crate's own tests have late stores always.
 pub(super) fn is_on() -> bool {
@@ -167,7 +160,7 @@ impl Block {
             && each(words).all(|word| is_unordered(&locked.cells()[word]))
             && random(2) == 0;
         if loses {
-            // Its thread, and who knows it, never see what was there before both.
+            // Neither its thread nor a thread that knows of it sees any more what was there before both stores.
             let (histories, key) = locked.histories();
             let stores = histories.get_mut(&key).into_iter().flat_map(|History(stores)| stores);
             stores.filter(|store| store.words & words != 0).for_each(|store| store.see(words, access));
@@ -250,34 +243,5 @@ impl Block {
             }
         }
         is_older
-    }
-
-    /// A `fence.sc`: it is behind those before it of threads that its scope has and whose scope has this one.
-    pub(super) fn sequential_fence(&mut self, scope: Scope) {
-        let thread = self.current();
-        // A fence with the system's scope is in the system's order and in its GPU's, any other in the latter alone.
-        let orders = [(scope == SYSTEM).then_some(None), Some(Some(self.grid.device))];
-        let mut fences = lock(&FENCES);
-        for known in orders.iter().flatten().filter_map(|order| fences.get(order)) {
-            self.lanes[thread].known.join(known);
-        }
-        self.fence(scope);
-        for order in orders.into_iter().flatten() {
-            if let Some(known) = &self.lanes[thread].fences[scope] {
-                fences.entry(order).or_default().join(known);
-            }
-        }
-    }
-
-    /// A strong load has read a word that carries this.
-    pub(super) fn acquire(&mut self, message: &Message, access: &Access) {
-        let scope = message.from.scope_with(self.place);
-        if message.scope < scope || super::access::scope_of(access.what) < scope {
-            return;
-        }
-        let thread = self.current();
-        let lane = &mut self.lanes[thread];
-        let into = if access.is(ACQUIRE) { &mut lane.known } else { &mut lane.observed[scope] };
-        into.join(&message.knowledge);
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    access::{Access, READ, RELEASE, STRONG, WRITE, scope_of},
+    access::{ACQUIRE, Access, READ, RELEASE, STRONG, WRITE, scope_of},
     grids::{Place, Scope},
     shadow::{GRANULE, Locked, WORD},
     threads::{Block, Knowledge, Message},
@@ -76,6 +76,18 @@ impl Block {
             let writer = &mut locked.cells()[word].writer;
             writer.word = writer.word & !(1 << 62) | u64::from(all >> word & 1) << 62;
         }
+    }
+
+    /// A strong load has read a word that carries this.
+    pub(super) fn acquire(&mut self, message: &Message, access: &Access) {
+        let scope = message.from.scope_with(self.place);
+        if message.scope < scope || scope_of(access.what) < scope {
+            return;
+        }
+        let thread = self.current();
+        let lane = &mut self.lanes[thread];
+        let into = if access.is(ACQUIRE) { &mut lane.known } else { &mut lane.observed[scope] };
+        into.join(&message.knowledge);
     }
 
     /// What a strong store at this scope releases: itself, and by fences before it.

@@ -2,7 +2,7 @@
 
 use std::{
     cell::Cell,
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     ptr,
     sync::{Arc, Mutex},
 };
@@ -45,6 +45,9 @@ pub(crate) struct Message {
     pub from: Place,
     pub knowledge: Arc<Knowledge>,
 }
+
+/// What the last `fence.sc` knew: of those with the system's scope, and of all on a GPU.
+static FENCES: Mutex<BTreeMap<Option<usize>, Knowledge>> = Mutex::new(BTreeMap::new());
 
 /// A thread.
 #[derive(Debug, Clone)]
@@ -203,6 +206,23 @@ impl Block {
         }
         let released = Arc::new(self.release());
         self.lanes[thread].fences[..=scope].fill(Some(released));
+    }
+
+    /// A `fence.sc`: it is behind those before it of threads that its scope has and whose scope has this one.
+    pub(super) fn sequential_fence(&mut self, scope: Scope) {
+        let thread = self.current();
+        // A fence with the system's scope is in the system's order and in its GPU's, any other in the latter alone.
+        let orders = [(scope == SYSTEM).then_some(None), Some(Some(self.grid.device))];
+        let mut fences = lock(&FENCES);
+        for known in orders.iter().flatten().filter_map(|order| fences.get(order)) {
+            self.lanes[thread].known.join(known);
+        }
+        self.fence(scope);
+        for order in orders.into_iter().flatten() {
+            if let Some(known) = &self.lanes[thread].fences[scope] {
+                fences.entry(order).or_default().join(known);
+            }
+        }
     }
 
     /// A proxy fence, for global memory if bit 0 is set, and for shared memory if bit 1 is.

@@ -12,6 +12,11 @@ fn together(launches: u32, body: &str) -> String {
     format!("if (t == 0) {{ {} {} }}", meet(0), body.replace("MEET", &meet(1)))
 }
 
+/// The text with an order of STORE and of LOAD.
+fn ordered(text: &str, store: &str, load: &str) -> String {
+    text.replace("STORE", &format!("\"{store}\"")).replace("LOAD", &format!("\"{load}\""))
+}
+
 #[test]
 fn messages_may_pass_each_other_unless_they_are_released_and_acquired() {
     let mut cases = Cases::default();
@@ -20,9 +25,7 @@ fn messages_may_pass_each_other_unless_they_are_released_and_acquired() {
         "if (who == 0) { ST(\"relaxed.sys\", data, 1); ST(STORE, data + 1, 1); }
          else { u32 second = LD(LOAD, data + 1); data[16] = second; data[17] = LD(\"relaxed.sys\", data); }",
     );
-    let with = |store: &str, load: &str| {
-        text.replace("STORE", &format!("\"{store}\"")).replace("LOAD", &format!("\"{load}\""))
-    };
+    let with = |store, load| ordered(&text, store, load);
     let (in_order, any) = ([[0, 0], [0, 1], [1, 1]], [[0, 0], [0, 1], [1, 0], [1, 1]]);
     cases.leaves("mp_relaxed", &with("relaxed.sys", "relaxed.sys"), GPUS, &any);
     cases.leaves("mp_volatile", &with("volatile", "volatile"), GPUS, &any);
@@ -73,9 +76,7 @@ fn what_is_known_over_a_third_is_seen() {
          if (who == 1) { data[16] = LD(\"relaxed.sys\", data); ST(STORE, data + 1, 1); }
          if (who == 2) { data[17] = LD(LOAD, data + 1); data[18] = LD(\"relaxed.sys\", data); }",
     );
-    let with = |store: &str, load: &str| {
-        text.replace("STORE", &format!("\"{store}\"")).replace("LOAD", &format!("\"{load}\""))
-    };
+    let with = |store, load| ordered(&text, store, load);
     let any = [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1], [1, 0, 0], [1, 0, 1], [1, 1, 0], [1, 1, 1]];
     let known = [any[0], any[1], any[2], any[3], any[4], any[5], any[7]];
     cases.leaves("wrc_relaxed", &with("relaxed.sys", "relaxed.sys"), THREE_GPUS, &any);
@@ -115,9 +116,7 @@ fn of_two_stores_that_nothing_orders_either_stays() {
         "if (who == 0) { ST(\"relaxed.sys\", data, 7); ST(STORE, data + 1, 1); }
          else { UNTIL(LOAD, data + 1, 1) ST(\"relaxed.sys\", data, 5); data[16] = LD(\"relaxed.sys\", data); }",
     );
-    let with = |store: &str, load: &str| {
-        text.replace("STORE", &format!("\"{store}\"")).replace("LOAD", &format!("\"{load}\""))
-    };
+    let with = |store, load| ordered(&text, store, load);
     cases.leaves("filled_relaxed", &with("relaxed.sys", "relaxed.sys"), GPUS, &[[5], [7]]);
     cases.leaves("filled_ordered", &with("release.sys", "acquire.sys"), GPUS, &[[5]]);
     cases.check();
