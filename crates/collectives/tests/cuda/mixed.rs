@@ -161,8 +161,13 @@ fn ranks_whose_mixed_calls_differ_hear_of_it_on_4_gpus() {
         let collectives =
             antiphon_collectives::cuda::CudaCollectives::new(&comm, rank.collectives.context())?;
         let layout = MixedLayout::builder(4, comm.rank()).local_tp(2).build()?;
-        let gpus = CudaMixedHandler::new(&comm, &collectives, layout)?;
-        gpus.prepare(&collectives, DType::BF16)?;
+        let made = CudaMixedHandler::new(&comm, &collectives, layout)
+            .and_then(|gpus| gpus.prepare(&collectives, DType::BF16).map(|()| gpus));
+        let gpus = match made {
+            // A rank that is late at the end of this hears of it here: its peers have called already.
+            Err(CollectiveError::Fabric(FabricError::Aborted { .. })) => return Ok(()),
+            made => made?,
+        };
         let counts = if comm.rank() == 3 { [80, 80] } else { [64, 96] };
         let own = counts[comm.rank() / 2];
         let (input, output) = (rank.upload(&vec![bf16::ONE; own])?, rank.allocate(2 * 160)?);

@@ -111,7 +111,8 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
             hear(from, i * 4 + 3, got[0].w);
         }
     }
-    if (!__syncthreads_and(came)) return;
+    // Counts of a peer that called something else may be complete as well: the host must not hear of them before the tags are compared.
+    if (!__syncthreads_and(came && r.finish())) return;
     for (u32 i = threadIdx.x; i < WORLD * WORLD; i += THREADS) {
         const u32 from = i / WORLD, to = i % WORLD, room = said[to][1];
         u32 start = 0;
@@ -137,5 +138,4 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
         __syncthreads();
         if (threadIdx.x == 0) st_release_sys(k.result, k.number);
     }
-    r.finish();
 }
