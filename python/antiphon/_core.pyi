@@ -218,6 +218,13 @@ class Communicator:
         """Whether a rank is on this rank's node."""
 
     @property
+    def cuda_engine(self) -> Literal["nvlink", "nccl"]:
+        """What carries calls on CUDA tensors. ``"nvlink"``, our kernels, serves ranks of one node. ``"nccl"`` serves ranks of several: with
+        NCCL's bits and without a deadline, the collectives, lists of them and :meth:`send_recv`, in the order of the stream, also captured
+        after one call that was not. Fused and mixed calls, plans, mixtures of experts, registered memory, and messages that only send or
+        receive raise there."""
+
+    @property
     def timeout(self) -> float:
         """The number of seconds that a call of this rank waits for a peer before it fails. Any thread may set it, also for waits
         under way; graphs that were captured before keep their timeout."""

@@ -15,11 +15,13 @@ use std::ops::Range;
 
 use antiphon_device::{
     ReduceOp,
-    cuda::{Context, CudaError, DevicePointer, Nccl, NcclCommunicator, NcclVersion, StreamRef, UniqueId},
+    cuda::{
+        Context, CudaError, DeviceMemory, DevicePointer, Nccl, NcclCommunicator, NcclVersion, StreamRef, UniqueId,
+    },
 };
 use antiphon_fabric::{Communicator, FabricError, Operation};
 use antiphon_operation::{Call, Root};
-use antiphon_tensor::{Device, TensorView, TensorViewMut};
+use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 use crate::{
     arguments::{CheckedCall, Input, Output},
@@ -33,6 +35,8 @@ use crate::{
 #[derive(Debug)]
 pub struct NcclCollectives {
     nccl: NcclCommunicator,
+    /// The word whose sum is a barrier.
+    word: DeviceMemory,
 }
 
 impl NcclCollectives {
@@ -50,11 +54,12 @@ impl NcclCollectives {
         let id = Nccl::load().and_then(|nccl| (comm.rank() == 0).then(|| nccl.unique_id()).transpose());
         let id = comm.agree("has no NCCL", id.map_err(CollectiveError::from))?.map(|id| id.to_bytes());
         let ids = comm.exchange_bytes(id.as_ref().map_or(&[], |id| &id[..]))?;
+        let word = DeviceMemory::allocate(context, size_of::<i32>()).map_err(CollectiveError::from);
+        let word = comm.agree("has no memory", word)?;
         let made = UniqueId::from_bytes(&ids[0])
             .and_then(|id| NcclCommunicator::new(context, &id, comm.rank(), comm.world_size()));
-        Ok(Self {
-            nccl: comm.agree("cannot meet the others through NCCL", made.map_err(CollectiveError::from))?,
-        })
+        let nccl = comm.agree("cannot meet the others through NCCL", made.map_err(CollectiveError::from))?;
+        Ok(Self { nccl, word })
     }
 
     /// The version of the library.
@@ -179,10 +184,51 @@ impl NcclCollectives {
         output: Option<&mut TensorViewMut<'_>>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
+        match (call.operation, input, output) {
+            (Operation::Barrier, ..) => self.barrier(stream),
+            // SAFETY: passed on.
+            (Operation::Broadcast, None, Some(buffer)) => unsafe { self.call_in_place(call, buffer, stream) },
+            (_, input, output) => {
+                let ranks = (self.rank(), self.world_size());
+                let checked = CheckedCall::of_tensors(self.serves(), call, ranks, input, output)?;
+                // SAFETY: passed on.
+                Ok(unsafe { self.carry_out(&checked, stream) }?)
+            }
+        }
+    }
+
+    /// [`call`](Self::call) with one buffer for input and output, where the operation allows that and NCCL does: its messages, of
+    /// which an all-to-all is made, may not overlap.
+    ///
+    /// # Errors
+    /// As [`call`](Self::call); [`FabricError::NotImplemented`] for an all-to-all.
+    ///
+    /// # Safety
+    /// As [`call`](Self::call).
+    pub unsafe fn call_in_place(
+        &self,
+        call: &Call<'_>,
+        buffer: &mut TensorViewMut<'_>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
         let ranks = (self.rank(), self.world_size());
-        let checked = CheckedCall::of_tensors(self.serves(), call, ranks, input, output)?;
+        let checked = CheckedCall::of_buffer(self.serves(), call, ranks, buffer)?;
+        if call.operation == Operation::AllToAll {
+            let text = "all_to_all in place by NCCL, whose messages may not overlap: pass another output";
+            return Err(FabricError::NotImplemented(text.into()).into());
+        }
         // SAFETY: passed on.
         Ok(unsafe { self.carry_out(&checked, stream) }?)
+    }
+
+    /// Makes the stream wait until the streams of all ranks have reached this call.
+    ///
+    /// # Errors
+    /// [`FabricError::Device`].
+    pub fn barrier(&self, stream: StreamRef<'_>) -> Result<()> {
+        let word = self.word.pointer();
+        // SAFETY: the word lives as long as the communicator, which waits for its work when it is dropped; nobody reads it.
+        Ok(unsafe { self.nccl.all_reduce(word, word, 1, DType::I32, ReduceOp::Sum, stream) }?)
     }
 
     /// # Safety
@@ -269,6 +315,34 @@ impl NcclCollectives {
         Ok(unsafe { self.nccl.recv(at, to.count, to.dtype, from, stream) }?)
     }
 
+    /// [`send`](Self::send) and [`recv`](Self::recv) at once, as one call of NCCL, so that ranks may send each other messages of any
+    /// length.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    ///
+    /// # Safety
+    /// As [`all_reduce`](Self::all_reduce); and the tensors do not overlap.
+    pub unsafe fn send_recv(
+        &self,
+        input: &TensorView<'_>,
+        to: usize,
+        output: &mut TensorViewMut<'_>,
+        from: usize,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        self.check_peer("destination", to)?;
+        self.check_peer("source", from)?;
+        let sent = Input::on(self.serves(), Operation::Message, input)?;
+        let received = Output::on(self.serves(), Operation::Message, output)?;
+        let at = |address: usize| DevicePointer(address as u64);
+        // SAFETY: passed on.
+        Ok(self.nccl.grouped(|| unsafe {
+            self.nccl.send(at(sent.data.addr()), sent.count, sent.dtype, to, stream)?;
+            self.nccl.recv(at(received.data.addr()), received.count, received.dtype, from, stream)
+        })?)
+    }
+
     fn check_peer(&self, role: &str, peer: usize) -> Result<()> {
         match peer < self.world_size() {
             true => Ok(()),
@@ -310,11 +384,9 @@ impl NcclCollectives {
         root: usize,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
-        let (call, ranks) =
-            (Call::new(Operation::Broadcast).with_root(root), (self.rank(), self.world_size()));
-        let checked = CheckedCall::of_buffer(self.serves(), &call, ranks, &mut buffer.into())?;
+        let call = Call::new(Operation::Broadcast).with_root(root);
         // SAFETY: passed on.
-        Ok(unsafe { self.carry_out(&checked, stream.into()) }?)
+        unsafe { self.call_in_place(&call, &mut buffer.into(), stream.into()) }
     }
 
     fn serves(&self) -> Device {

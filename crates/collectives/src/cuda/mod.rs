@@ -36,6 +36,7 @@
 
 mod builder;
 pub(crate) mod choice;
+mod engine;
 #[cfg(test)]
 mod machine_code;
 mod operations;
@@ -61,6 +62,7 @@ use crate::{
 pub use antiphon_fabric::gpu::{MAX_WORLD, OnFailure};
 pub use builder::CudaBuilder;
 pub use choice::{Clock, tune};
+pub use engine::CudaEngine;
 
 /// Collectives between the GPUs of a communicator's ranks, over their own loads and stores.
 ///

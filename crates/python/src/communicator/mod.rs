@@ -17,6 +17,7 @@ use std::{
 
 use antiphon::device::sync::Mutex;
 use antiphon::{
+    collectives::cuda::CudaEngine,
     fabric::{self, Builder, Nodes, Queue, rendezvous::Environment},
     operation::Operation,
 };
@@ -151,6 +152,12 @@ impl Communicator {
             return Err(PyValueError::new_err(problem).into());
         }
         Ok(self.nodes.share_memory(self.rank, rank))
+    }
+
+    #[doc = stub!("Communicator.cuda_engine")]
+    #[getter]
+    fn cuda_engine(&self) -> &'static str {
+        CudaEngine::name_on(&self.nodes)
     }
 
     #[doc = stub!("Communicator.timeout")]

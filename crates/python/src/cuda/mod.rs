@@ -17,7 +17,7 @@ use std::sync::{Arc, PoisonError};
 use antiphon::device::sync::Mutex;
 use antiphon::{
     collectives::{
-        cuda::{CudaBuilder, CudaCollectives, OnFailure},
+        cuda::{CudaBuilder, CudaCollectives, CudaEngine, OnFailure},
         mixed::CudaMixedHandler,
     },
     device::cuda::{Context, Stream},
@@ -93,7 +93,7 @@ impl Default for Gpus {
 /// What the collectives have on a GPU.
 struct Gpu {
     context: Context,
-    collectives: CudaCollectives,
+    engine: CudaEngine,
     /// The streams of started calls, one for each [`Order`].
     sides: [Option<Stream>; Order::COUNT],
     /// The kernels that are loaded.
@@ -172,7 +172,7 @@ impl Gpus {
     pub(crate) unsafe fn barrier(&self, queue: &Queue, device: u32, stream: RawStream) -> Outcome {
         self.with(queue, device, Some(stream), |gpu| {
             // SAFETY: passed on.
-            gpu.collectives.barrier(unsafe { gpu.context.borrow_stream(stream) })
+            gpu.engine.barrier(unsafe { gpu.context.borrow_stream(stream) })
         })
     }
 
@@ -215,8 +215,8 @@ impl Gpus {
         device: u32,
         work: impl FnOnce(&CudaCollectives) -> Outcome<T>,
     ) -> Outcome<T> {
-        self.with_open(device, |gpu| match gpu.collectives.world_size() {
-            2.. => work(&gpu.collectives),
+        self.with_open(device, |gpu| match gpu.engine.world_size() {
+            2.. => work(gpu.engine.nvlink("this call")?),
             _ => Err(FabricError::invalid("there is one rank, and nothing between GPUs").into()),
         })
     }
@@ -253,10 +253,9 @@ impl Gpus {
         let make = |comm: &_, context: &Context| {
             let staging_bytes = *self.staging_bytes.lock().unwrap_or_else(PoisonError::into_inner);
             let staging_bytes = staging_bytes.unwrap_or(CudaBuilder::STAGING_BYTES);
-            let collectives = CudaCollectives::builder(comm, context).staging_bytes(staging_bytes).build()?;
             Ok(Gpu {
                 context: context.clone(),
-                collectives,
+                engine: CudaEngine::new(comm, context, staging_bytes)?,
                 sides: [const { None }; Order::COUNT],
                 loaded: Vec::new(),
             })
@@ -291,11 +290,11 @@ impl Part for Gpu {
     }
 
     fn on_failure(&self, action: OnFailure) {
-        self.collectives.on_failure(action);
+        self.engine.on_failure(action);
     }
 
     fn check(&self) -> Result<()> {
-        Ok(self.collectives.check()?)
+        Ok(self.engine.check()?)
     }
 }
 
@@ -305,7 +304,7 @@ impl Gpu {
         if self.loaded.contains(&(dtype, op)) {
             return Ok(());
         }
-        self.collectives.prepare(dtype, op)?;
+        self.engine.prepare(dtype, op)?;
         self.loaded.push((dtype, op));
         Ok(())
     }

@@ -49,20 +49,21 @@ impl Gpus {
     /// Registers memory with every rank; the ranks do it together.
     pub(crate) fn register(&self, queue: &Queue, memory: &Registrable) -> Outcome {
         self.together(queue, memory.device(), |comm, gpu| {
-            gpu.collectives.register(match memory {
+            let memory = match memory {
                 Registrable::Buffer(buffer) => buffer.get().shared()?.into(),
                 Registrable::Array(tensor, _) => {
                     let pointer = DevicePointer(tensor.data.addr() as u64);
                     RegisteredMemory::new(comm, &gpu.context, pointer, tensor.bytes() as u64)?
                 }
-            })
+            };
+            gpu.engine.nvlink("register_cuda")?.register(memory)
         })
     }
 
     /// Takes it back.
     pub(crate) fn unregister(&self, queue: &Queue, memory: &Registrable) -> Outcome {
         self.together(queue, memory.device(), |comm, gpu| {
-            let peers = &gpu.collectives;
+            let peers = gpu.engine.nvlink("unregister_cuda")?;
             let address = match memory {
                 Registrable::Buffer(buffer) => buffer.get().shared()?.pointer(peers.rank()),
                 Registrable::Array(tensor, _) => DevicePointer(tensor.data.addr() as u64),

@@ -1,6 +1,6 @@
 //! One collective, put into a stream.
 
-use antiphon::{collectives::cuda::CudaCollectives, device::cuda::StreamRef, prelude::FabricError};
+use antiphon::{collectives::cuda::CudaEngine, device::cuda::StreamRef, prelude::FabricError};
 
 use super::{Gpu, Outcome, REDUCED};
 use crate::{
@@ -22,7 +22,7 @@ impl Gpu {
         // SAFETY: passed on.
         let stream = unsafe { self.context.borrow_stream(stream) };
         // SAFETY: passed on.
-        unsafe { between(&self.collectives, call, stream) }
+        unsafe { launch(&self.engine, call, stream) }
     }
 
     /// # Safety
@@ -47,10 +47,7 @@ impl Gpu {
         // SAFETY: passed on.
         unsafe {
             let stream = self.context.borrow_stream(stream);
-            match what.operation.row().reduces {
-                true => self.collectives.reduce_scatter_list(&reads, &mut writes, what.op, stream),
-                false => self.collectives.all_gather_list(&reads, &mut writes, stream),
-            }
+            self.engine.call_list(&what, &reads, &mut writes, stream)
         }
     }
 
@@ -62,7 +59,7 @@ impl Gpu {
         received: Option<(Tensor, usize)>,
         stream: RawStream,
     ) -> Outcome {
-        let collectives = &self.collectives;
+        let engine = &self.engine;
         // SAFETY: the caller answers for the memory, which only the device touches, and for the stream.
         unsafe {
             let stream = self.context.borrow_stream(stream);
@@ -70,10 +67,10 @@ impl Gpu {
             let mut write = received.map(|(tensor, _)| tensor.view_mut()).transpose().map_err(refused)?;
             match (read, sent, write.as_mut(), received) {
                 (Some(read), Some((_, to)), Some(write), Some((_, from))) => {
-                    collectives.send_recv(&read, to, write, from, stream)
+                    engine.send_recv(&read, to, write, from, stream)
                 }
-                (Some(read), Some((_, to)), ..) => collectives.send(&read, to, stream),
-                (_, _, Some(write), Some((_, from))) => collectives.recv(write, from, stream),
+                (Some(read), Some((_, to)), ..) => engine.send(&read, to, stream),
+                (_, _, Some(write), Some((_, from))) => engine.recv(write, from, stream),
                 _ => Ok(()),
             }
         }
@@ -82,7 +79,7 @@ impl Gpu {
     /// # Safety
     /// As [`Gpus::run`](super::Gpus::run).
     pub(super) unsafe fn run_fused(&mut self, fused: &Fused, stream: RawStream) -> Outcome {
-        let peers = &self.collectives;
+        let peers = self.engine.nvlink("all_reduce_fused")?;
         if peers.world_size() == 1 {
             let text =
                 "all_reduce_fused on CUDA needs 2 ranks or more: of one rank there is nothing to reduce";
@@ -97,7 +94,7 @@ impl Gpu {
 
 /// # Safety
 /// As [`Gpus::run`](super::Gpus::run).
-unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -> Outcome {
+unsafe fn launch(engine: &CudaEngine, call: &Call, stream: StreamRef<'_>) -> Outcome {
     if let Some(mixed) = &call.mixed {
         let (input, output) = match call.tensors {
             CallTensors::Apart(Some(input), Some(output)) => (input, output),
@@ -110,20 +107,20 @@ unsafe fn between(peers: &CudaCollectives, call: &Call, stream: StreamRef<'_>) -
         // SAFETY: the caller answers for the memory, which only the device touches.
         unsafe {
             let (read, mut write) = (input.view().map_err(refused)?, output.view_mut().map_err(refused)?);
-            return mixed.run_on(peers, &read, &mut write, stream);
+            return mixed.run_on(engine.nvlink(call.name())?, &read, &mut write, stream);
         }
     }
     // SAFETY: the caller answers for the memory, which only the device touches.
     unsafe {
         match call.tensors {
-            CallTensors::Nowhere => peers.call(&call.what, None, None, stream),
+            CallTensors::Nowhere => engine.call(&call.what, None, None, stream),
             CallTensors::Shared(buffer) => {
-                peers.call_in_place(&call.what, &mut buffer.view_mut().map_err(refused)?, stream)
+                engine.call_in_place(&call.what, &mut buffer.view_mut().map_err(refused)?, stream)
             }
             CallTensors::Apart(input, output) => {
                 let input = input.map(|tensor| tensor.view()).transpose().map_err(refused)?;
                 let mut output = output.map(|tensor| tensor.view_mut()).transpose().map_err(refused)?;
-                peers.call(&call.what, input.as_ref(), output.as_mut(), stream)
+                engine.call(&call.what, input.as_ref(), output.as_mut(), stream)
             }
         }
     }
