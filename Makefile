@@ -37,6 +37,8 @@ loom:
 # in about six minutes, from the build of `make rust`; others run as `make emulated TESTS='-p antiphon-collectives --test cuda -- --test-threads 1
 # --exact NAME'`.
 EMULATOR = $(abspath $(or $(CARGO_TARGET_DIR),target))/emulator
+# PROFILE=--release takes longer to build and less to run, for `make emulated-all` and `make soak`.
+PROFILE ?=
 EMULATED = ANTIPHON_EMULATOR_GPUS=8 LD_LIBRARY_PATH=$(EMULATOR) ANTIPHON_NVRTC=$(EMULATOR) ANTIPHON_CACHE_DIR=$(EMULATOR)/cache
 TESTS = --workspace --all-features --test cuda --test cuda_warm -- --test-threads 1 reductions on_1_gpus as_defined_on_2 beside_on_2 \
 	order:: orders:: room:: late_block as_a_whole fuse_different failures:: refused:: wrapped_rings hybrid_scales many_experts many_tokens region_of_two \
@@ -46,9 +48,9 @@ NO_EMULATOR = $(if $(filter-out x86_64,$(shell uname -m)),an x86-64 processor)$(
 ifeq ($(strip $(NO_EMULATOR)),)
 # A machine with a driver has it under each of these names, of which the first that is found is taken.
 emulator:
-	cargo build -p antiphon-emulator
+	cargo build $(PROFILE) -p antiphon-emulator
 	mkdir -p -m 700 $(EMULATOR)/cache
-	for name in libcuda.so libcuda.so.1 libnvrtc.so libnvrtc.so.13; do ln -sf ../debug/libantiphon_emulator.so $(EMULATOR)/$$name; done
+	for name in libcuda.so libcuda.so.1 libnvrtc.so libnvrtc.so.13; do ln -sf ../$(if $(PROFILE),release,debug)/libantiphon_emulator.so $(EMULATOR)/$$name; done
 
 emulated: emulator $(VENV)/installed
 	$(EMULATED) cargo test $(TESTS)
@@ -70,16 +72,16 @@ SOAK ?= ANTIPHON_EMULATOR_SEED
 SEEDS ?= 1 2 3 4
 soak: emulator
 	for seed in $(SEEDS); do \
-		echo "seed $$seed" && $(SOAK)=$$seed ANTIPHON_EMULATOR_RACES=first $(EMULATED) cargo test $(TESTS) --skip replays_that_overlap --skip passes_a_call || exit 1; \
+		echo "seed $$seed" && $(SOAK)=$$seed ANTIPHON_EMULATOR_RACES=first $(EMULATED) cargo test $(PROFILE) $(TESTS) --skip replays_that_overlap --skip passes_a_call || exit 1; \
 	done
 
 # Every GPU test, and afterwards whether those that were skipped are the known ones. An hour.
 emulated-all: emulator $(VENV)/installed
 	rm -f $(SKIPPED)-emulated-all
-	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test --no-fail-fast \
+	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test $(PROFILE) --no-fail-fast \
 		-p antiphon-device -p antiphon-fabric -p antiphon-collectives -p antiphon-moe -p antiphon-executor --test cuda --test cuda_warm -- --test-threads 1
-	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test -p antiphon-collectives --test conformance -- --test-threads 1 ::gpus::
-	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test -p antiphon-cli --test plan -- between_gpus
+	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test $(PROFILE) -p antiphon-collectives --test conformance -- --test-threads 1 ::gpus::
+	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test $(PROFILE) -p antiphon-cli --test plan -- between_gpus
 	$(PYTHON) -m maturin develop --quiet
 	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) $(PYTHON) -m pytest -m cuda
 	python3 scripts/skipped.py $(SKIPPED)-emulated-all --expect tests/skipped/emulator.txt
