@@ -156,13 +156,15 @@ class Array:
 
 
 @contextlib.contextmanager
-def arrays(comm: antiphon.Communicator, num_bytes: int) -> Iterator[Callable[..., Array]]:
-    """Makes arrays of values, or of a shape and a dtype, in a buffer of the communicator on the GPU of the rank's number.
+def arrays(
+    comm: antiphon.Communicator, num_bytes: int, given: antiphon.CudaBuffer | None = None
+) -> Iterator[Callable[..., Array]]:
+    """Makes arrays of values, or of a shape and a dtype, in a given buffer, or in one of the communicator on the GPU of the rank's number.
 
     After an error the buffer goes with the communicator, as the ranks may not come together any more.
     """
     driver, device = Driver(), comm.rank
-    buffer = comm.create_cuda_buffer(num_bytes, device)
+    buffer = given or comm.create_cuda_buffer(num_bytes, device)
     used = 0
 
     def make(values: Any = None, *, shape: tuple[int, ...] = (), dtype: Any = np.float32) -> Array:
@@ -179,4 +181,5 @@ def arrays(comm: antiphon.Communicator, num_bytes: int) -> Iterator[Callable[...
 
     yield make
     comm.barrier()
-    comm.free_cuda_buffer(buffer)
+    if given is None:
+        comm.free_cuda_buffer(buffer)

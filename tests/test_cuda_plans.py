@@ -93,6 +93,41 @@ def test_the_buffer_of_a_call_in_place() -> None:
     on_gpus(2, body)
 
 
+def test_registered_arrays_are_not_staged() -> None:
+    texts = [built("two-shot-all-reduce", 2, inplace=inplace) for inplace in (False, True)]
+
+    def body(comm: Comm) -> None:
+        apart, together = (comm.load_plan(text, device=comm.rank) for text in texts)
+        mine = values(comm, 4 * COUNT)
+        expected, twice = comm.all_reduce(mine), comm.all_reduce(comm.all_reduce(mine))
+        buffer = comm.create_cuda_buffer(ROOM, comm.rank)
+        with arrays(comm, ROOM, buffer) as make:
+            x, out = make(mine), make(shape=mine.shape)
+            with pytest.raises(ValueError, match="the input is not in registered memory: no memory that is registered has the"):
+                apart.execute(x, out, registered=True, stream=STREAM)
+            apart.execute(x, out, stream=STREAM)
+            assert np.array_equal(out.read(), expected)
+            out.write(mine)
+            comm.register_cuda(buffer)
+            assert apart.execute(x, out, registered=True, stream=STREAM) is out
+            assert np.array_equal(out.read(), expected)
+            assert np.array_equal(x.read(), mine)
+            with graph(comm.rank, lambda stream: apart.execute(x, out, registered=True, stream=stream)) as replay:
+                out.write(mine)
+                replay()
+                assert np.array_equal(out.read(), expected)
+            assert together.execute(out, registered=True, stream=STREAM) is out
+            assert np.array_equal(out.read(), twice)
+            comm.unregister_cuda(buffer)
+            with pytest.raises(ValueError, match="the buffer is not in registered memory"):
+                together.execute(out, registered=True, stream=STREAM)
+        comm.free_cuda_buffer(buffer)
+        with pytest.raises(ValueError, match="registered is for plans on GPUs"):
+            comm.load_plan(texts[0]).execute(mine, registered=True)
+
+    on_gpus(2, body)
+
+
 def test_elements_without_arithmetic_are_moved() -> None:
     text = built("direct-all-gather", 2)
 
@@ -191,12 +226,14 @@ def test_plans_that_cannot_run_are_refused() -> None:
             comm.load_plan([right, host_alone][comm.rank], device=comm.rank)
         with pytest.raises(RuntimeError, match="device 99"):
             comm.load_plan(right, device=99)
+        tiny = comm.load_plan(right, device=comm.rank, most_scratch=1)
+        with pytest.raises(ValueError, match="exceed the 1 bytes that are allowed"):
+            tiny.prepare("float32", 1 << 16)
         small = comm.load_plan(right, device=comm.rank, most_scratch=1024)
-        with pytest.raises(ValueError, match="exceed the 1024 bytes that are allowed"):
-            small.prepare("float32", 1 << 16)
         with arrays(comm, ROOM) as make:
-            x = make(np.ones(8, np.float32))
-            assert small.execute(x, x, stream=STREAM).read().tolist() == [2.0] * 8
+            x = make(np.ones(1001, np.float32))
+            # In several launches.
+            assert small.execute(x, x, stream=STREAM).read().tolist() == [2.0] * 1001
 
     on_gpus(2, body)
 

@@ -311,10 +311,11 @@ class Communicator:
         :meth:`unregister_cuda` of a registered buffer."""
 
     def register_cuda(self, memory: CudaBuffer | _Array) -> None:
-        """Lets ``all_reduce(..., registered=True)`` use the memory of an array on CUDA, or of a :class:`CudaBuffer`.
+        """Lets ``all_reduce(..., registered=True)`` and ``Plan.execute(..., registered=True)`` use the memory of an array on CUDA, or of
+        a :class:`CudaBuffer`.
 
-        All ranks call it together, with equal sizes. These calls do not stage data: from 16 MiB on they are as fast as others, and
-        below 3 µs slower. Call :meth:`unregister_cuda` before the memory is freed. Raises ``ValueError`` for
+        All ranks call it together, with equal sizes. These calls do not stage data. An all-reduce is from 16 MiB on as fast as others,
+        and below 3 µs slower. Call :meth:`unregister_cuda` before the memory is freed. Raises ``ValueError`` for
         memory on the host and for different sizes, and ``RuntimeError`` with the reason for memory that CUDA IPC cannot share, such
         as that of PyTorch's expandable segments."""
 
@@ -624,7 +625,7 @@ class Communicator:
         By default, and with ``"cpu"``, the plan works on host memory. With ``device`` a GPU (its number, ``"cuda:0"``, a
         ``torch.device``, or ``"cuda"`` for the current one of torch or CuPy) it works between the GPUs of up to 8 ranks of one
         machine; a rank loads all of its plans on one GPU. ``packets`` are of 4 bytes of data in 8 or 8 in 16. ``most_scratch`` is for
-        GPUs: the most bytes of scratch that the plan may take there (512 MiB).
+        GPUs: the most bytes of scratch that the plan may take there (512 MiB). A message that needs more is done in parts.
 
         The plan is proved first, for the memory of the host or of GPUs. Raises ``ValueError`` with the findings if the plan is
         wrong, is for another number of ranks, or has a text of more than 64 MiB; ``RuntimeError`` if ranks load different plans, and
@@ -649,20 +650,25 @@ class Plan:
         necessary before a graph is captured, and otherwise saves the first call of a size the time. A message is the output of an
         all-gather, else the input. All ranks call it together. Sizes share memory if the largest one is prepared first.
 
-        Raises ``ValueError`` for a size that the plan does not serve or that needs more scratch than ``most_scratch``, ``TypeError``
+        Raises ``ValueError`` for a size that the plan does not serve or for which ``most_scratch`` is too little, ``TypeError``
         for a dtype that cannot be reduced, ``RuntimeError`` that names missing requirements; ``NotImplementedError`` on the host,
         where the first call of a size prepares it."""
 
     @overload
-    def execute(self, x: _A, out: None = None, *, stream: int | None = None) -> _A: ...
+    def execute(self, x: _A, out: None = None, *, registered: bool = False, stream: int | None = None) -> _A: ...
     @overload
-    def execute(self, x: _Array, out: _O, *, stream: int | None = None) -> _O:
+    def execute(self, x: _Array, out: _O, *, registered: bool = False, stream: int | None = None) -> _O:
         """Executes the plan on ``x``, and returns the output: ``out`` if given, else ``x`` if the plan works in place,
         else a new array like ``x``, whose number of rows is that of ``x`` times the ratio of the plan's output and input chunks. All
         ranks call it together, with arrays of the same size and dtype, of the host or of the GPU that the plan was loaded on.
 
         With ``x`` as ``out``, or with a plan that works in place and no ``out``, ``x`` is input and output. If these differ in
         size, ``x`` is the larger one, and the other is this rank's own part of it.
+
+        ``registered`` is for GPUs: what peers touch of ``x`` and ``out`` lies in memory given to
+        :meth:`Communicator.register_cuda`, at the same place of it on all ranks, and peers read and write it there. So nothing is
+        staged, except an input of a plan that works in place where ``out`` is another array. Without it, what peers touch is copied to
+        staging before, and back behind.
 
         The first call of a size takes longer than later ones: see :meth:`prepare`.
 
@@ -673,7 +679,7 @@ class Plan:
         later call and by :meth:`Communicator.check`.
 
         Raises ``ValueError`` for arrays that are not a whole number of the plan's aligned chunks, overlap in part, are outside the
-        plan's limits, or on another device, ``TypeError`` for dtypes that differ or cannot be reduced, ``RuntimeError`` for a size
+        plan's limits, on another device, or not registered with ``registered``, ``TypeError`` for dtypes that differ or cannot be reduced, ``RuntimeError`` for a size
         that was not prepared, while the stream is being captured. After ``TimeoutError`` or :class:`PeerLostError`,
         which name the rank, the thread block and the operation that waited, the communicator is unusable."""
 

@@ -245,7 +245,9 @@ fn plans_run_between_gpus() {
         return;
     }
     let folder = Folder::with(&two_shot(true).unwrap());
-    for options in ["--size 64,4K", "--size 64,4K --dtype bf16 --graph --beside all-reduce"] {
+    for options in
+        ["--size 64,4K", "--size 64,4K --dtype bf16 --graph --beside all-reduce", "--size 64,4K --registered"]
+    {
         let ran = folder.printed(&format!("run written.json --device cuda --iterations 2 {options}"));
         assert_eq!(ran.lines().filter(|line| line.ends_with("right")).count(), 2, "{options}: {ran}");
         assert_eq!(ran.contains("all-reduce µs"), options.contains("beside"), "{ran}");
@@ -260,6 +262,7 @@ fn what_a_run_on_gpus_lacks_is_said() {
     fs::write(folder.path("two_shot.json"), two_shot(true).unwrap().to_json()).unwrap();
     for (arguments, said) in [
         ("run two_shot.json --graph", "--graph is for --device cuda"),
+        ("run two_shot.json --registered", "--registered is for --device cuda"),
         ("run two_shot.json --ranks-per-gpu 2", "--ranks-per-gpu is for --device cuda"),
         ("run two_shot.json --device cuda --symmetric", "--symmetric is for --device host"),
         (

@@ -106,6 +106,20 @@ pub enum ExecutorError {
         /// Where it should be.
         serves: Device,
     },
+    /// A tensor that peers reach only if it is registered, and is not.
+    #[error(
+        "plan {plan:?}: the {which} is not in registered memory: no memory that is registered has the {bytes} bytes at {address:#x}"
+    )]
+    Unregistered {
+        /// The plan's name.
+        plan: String,
+        /// Which tensor.
+        which: &'static str,
+        /// Its bytes.
+        bytes: usize,
+        /// Its address.
+        address: usize,
+    },
     /// Input and output hold different kinds of elements.
     #[error("the input is {input}, the output is {output}")]
     DTypes {

@@ -259,41 +259,9 @@ fn a_reduction_rounds_once() {
     assert!(outputs.iter().flatten().all(|sum| sum.to_f32() == 258.0), "{outputs:?}");
 }
 
-/// One rank that copies its input in turns, through scratch, of which the second thread block empties nothing before all is
-/// there: right as long as there are no more turns than there is `room`, and proved for some of these.
-fn in_turns(alignment: u64, unit: u64, turns: u64, room: i64) -> VerifiedPlan {
-    let copy = |from: &str, to: &str| {
-        format!(
-            r#"{{"name": "copy", "src_buff": [{{"type": "{from}", "index": 0, "size": 1}}],
-                "dst_buff": [{{"type": "{to}", "index": 0, "size": 1}}]}}, {{"name": "nop"}}"#
-        )
-    };
-    let semaphore =
-        |name: &str, id: u32| format!(r#"{{"name": "{name}", "semaphore_ids": [{id}]}}, {{"name": "nop"}}"#);
-    let pipeline = |ops: &[String]| {
-        format!(
-            r#"{{"name": "pipeline", "iter_context": {{"unit_size": {unit}, "num_chunks": {turns}}},
-                "ops": [{}]}}"#,
-            ops.join(",")
-        )
-    };
-    let there = [semaphore("sem_acquire", 1), copy("i", "s"), semaphore("sem_release", 0)];
-    let there = pipeline(&there);
-    let all = pipeline(&[semaphore("sem_acquire", 0)]);
-    let here = pipeline(&[copy("s", "o"), semaphore("sem_release", 1)]);
-    let block = r#""channels": [], "remote_buffer_refs": []"#;
-    let text = format!(
-        r#"{{"name": "turns", "collective": "copy", "buffer_alignment": {alignment}, "gpus": [{{"id": 0,
-            "input_chunks": 1, "output_chunks": 1, "scratch_chunks": 1, "channels": [],
-            "semaphores": [{{"init_value": 0}}, {{"init_value": {room}}}], "threadblocks": [
-            {{"id": 0, {block}, "ops": [{there}]}}, {{"id": 1, {block}, "ops": [{all}, {here}]}}]}}]}}"#
-    );
-    proved(Plan::from_json(text.as_bytes()).unwrap())
-}
-
 #[test]
 fn messages_beyond_the_proof_are_done_in_parts_of_what_is_proved() {
-    let plan = in_turns(16, 16, 1, 40);
+    let plan = proved(plans::in_turns(16, 16, 1, 40));
     let largest = plan.report().largest_chunk.unwrap() as usize;
     assert!((256..4 << 10).contains(&largest), "{}", plan.report());
     LocalWorld::run(1, |comm| {
@@ -309,7 +277,7 @@ fn messages_beyond_the_proof_are_done_in_parts_of_what_is_proved() {
 
 #[test]
 fn messages_beyond_the_proof_that_have_no_parts_are_refused() {
-    let plan = in_turns(1, 1, 64, 100);
+    let plan = proved(plans::in_turns(1, 1, 64, 100));
     assert_eq!(plan.report().largest_chunk, Some(1), "{}", plan.report());
     LocalWorld::run(1, |comm| {
         let mut loaded = LoadedPlan::load(&comm, &plan, Options::default()).unwrap();

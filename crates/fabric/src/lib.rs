@@ -81,5 +81,5 @@ pub use signal::{
 };
 pub use signature::Signature;
 #[cfg(not(loom))]
-pub use symmetric::{CudaArena, RegisteredMemory};
+pub use symmetric::{CudaArena, RegisteredMemory, RegisteredTensor, Registry};
 pub use symmetric::{Mapped, SharedBuffer};

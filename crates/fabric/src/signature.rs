@@ -61,6 +61,14 @@ impl fmt::Display for Signature {
         f.write_str(row.name)?;
         match (row.count, self.dtype) {
             (Count::Nothing, _) => return Ok(()),
+            (Count::Placed, dtype) => {
+                let (elements, places) = Count::of_placed(self.count);
+                write!(f, "({elements}")?;
+                dtype.map_or(Ok(()), |dtype| write!(f, " × {dtype}"))?;
+                if places != 0 {
+                    write!(f, ", places {places:06x}")?;
+                }
+            }
             (Count::Size, Some(dtype)) => write!(f, "({} × {dtype}", self.count)?,
             (Count::Size, None) => write!(f, "({} bytes", self.count)?,
             (Count::Offset, _) => write!(f, "(offset {}", self.count)?,
@@ -121,6 +129,9 @@ mod tests {
         assert_eq!(fused.to_string(), "all_reduce_fused(7168 × bf16, sum, rows of 7168, one-shot, rounded)");
         let plan = Signature { operation: Operation::ExecutePlan, reduce: None, detail: 0x1f00_aa31, ..call };
         assert_eq!(plan.to_string(), "execute(7168 × bf16, plan 1f00aa31)");
+        let placed = Signature { count: Count::placed(7168, Some(0x00aa_3117)), algorithm: 2, ..plan };
+        let expected = "execute(7168 × bf16, places 00aa31, plan 1f00aa31, registered)";
+        assert_eq!(placed.to_string(), expected);
         let memory = |operation| Signature { count: 4096, ..Signature::new(operation) }.to_string();
         assert_eq!(memory(Operation::Allocate), "create_shared_buffer(4096 bytes)");
         assert_eq!(memory(Operation::Free), "free_shared_buffer(offset 4096)");

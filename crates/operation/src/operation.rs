@@ -130,7 +130,16 @@ operations! {
     },
     /// A loaded plan runs.
     ExecutePlan = 15: Row {
-        algorithms: &[(1, "in place")],
+        algorithms: &[
+            (1, "in place"),
+            (2, "registered"),
+            (3, "in place, registered"),
+            (4, "last part"),
+            (5, "in place, last part"),
+            (6, "registered, last part"),
+            (7, "in place, registered, last part"),
+        ],
+        count: Count::Placed,
         detail: Detail::Digest("plan"),
         ..Row::on_tensors("execute", Extent::Planned, Extent::Planned)
     },

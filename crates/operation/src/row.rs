@@ -157,6 +157,9 @@ pub enum Count {
     Rows,
     /// The most rows of a rank (the upper 32 bits) and the elements of a row (the lower 32 bits).
     BoundedRows,
+    /// A number of elements (the lower 40 bits), and the beginning of a digest of the places of registered tensors (the upper 24 bits;
+    /// 0 stands for tensors that are not registered).
+    Placed,
 }
 
 impl Count {
@@ -169,6 +172,19 @@ impl Count {
     pub fn bounded_rows(hidden: u32, most: u32) -> u64 {
         Self::rows(hidden, most)
     }
+
+    /// A count of [`Placed`](Self::Placed): of `elements` elements, in the places of a digest if they are registered.
+    pub fn placed(elements: u64, places: Option<u32>) -> u64 {
+        let places = places.map_or(0, |digest| (digest >> 8).max(1));
+        elements & ((1 << Self::PLACES_AT) - 1) | u64::from(places) << Self::PLACES_AT
+    }
+
+    /// The elements and the beginning of the digest of a [`Placed`](Self::Placed) count.
+    pub fn of_placed(count: u64) -> (u64, u32) {
+        (count & ((1 << Self::PLACES_AT) - 1), (count >> Self::PLACES_AT) as u32)
+    }
+
+    const PLACES_AT: u32 = 40;
 }
 
 /// How the detail word of a signature reads.

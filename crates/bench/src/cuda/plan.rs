@@ -47,6 +47,8 @@ pub struct OnGpus {
     pub iterations: u32,
     /// Whether the calls of a batch are one graph.
     pub graph: bool,
+    /// Whether tensors are registered, so that what peers touch is not staged.
+    pub registered: bool,
     /// Whether our all-reduce is measured on the same tensors.
     pub beside_all_reduce: bool,
 }
@@ -117,11 +119,23 @@ impl Bench<'_> {
             move |output| Ok(wrong(comm, plan, output, input)),
         ));
         let larger = input_bytes.max(output_bytes) as u64;
+        let both = [&tensors.input, &tensors.output];
+        let registered = if self.how.registered { &both[..] } else { &[] };
+        for tensor in registered {
+            CudaPlan::register(comm, tensor.registered(comm, context)?)?;
+        }
         let planned = Plain::on(&tensors, "plan", |tensors, stream| {
+            let (input, output) = (tensors.input.view(), tensors.output.view_mut());
             // SAFETY: `time` waits for the stream, and drops the graph, before the tensors are dropped.
-            Ok(unsafe { loaded.execute(tensors.input.view(), tensors.output.view_mut(), stream) }?)
+            Ok(match self.how.registered {
+                true => unsafe { loaded.execute_registered(input, output, stream) },
+                false => unsafe { loaded.execute(input, output, stream) },
+            }?)
         });
         let planned = self.time(planned, loaded, larger)?;
+        for tensor in registered {
+            CudaPlan::unregister(comm, context, tensor.pointer())?;
+        }
         let op = reduction(plan);
         let by_hand = || -> Result<Ran> {
             ours.prepare(T::DTYPE, op)?;

@@ -3,6 +3,7 @@
 use std::{ops::Range, rc::Rc};
 
 use antiphon::{
+    collectives::Communicator,
     device::cuda::{Context, DeviceMemory, DevicePointer, Stream, StreamRef, memory},
     fabric::RegisteredMemory,
     operation::Operation,
@@ -49,6 +50,11 @@ impl Tensor {
 
     pub(super) fn pointer(&self) -> DevicePointer {
         self.memory.pointer()
+    }
+
+    /// All of its memory, which peers reach. The ranks do it together.
+    pub(super) fn registered(&self, comm: &Communicator, context: &Context) -> Result<RegisteredMemory> {
+        Ok(RegisteredMemory::new(comm, context, self.pointer(), self.memory.len() as u64)?)
     }
 
     pub(super) fn view(&self) -> TensorView<'_> {
@@ -137,9 +143,8 @@ impl<'a> Tensors<'a> {
 
     /// Lets registered all-reduces use them.
     pub(super) fn register(&mut self, rank: &'a Rank<'a>) -> Result<()> {
-        for Tensor { memory, .. } in [&self.input, &self.output] {
-            let (at, len) = (memory.pointer(), memory.len() as u64);
-            rank.ours.register(RegisteredMemory::new(rank.comm, rank.context, at, len)?)?;
+        for tensor in [&self.input, &self.output] {
+            rank.ours.register(tensor.registered(rank.comm, rank.context)?)?;
         }
         self.registered = Some(rank);
         Ok(())

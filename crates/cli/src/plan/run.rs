@@ -32,7 +32,7 @@ use crate::{
 Examples:
   antiphon plan run two_shot.json --size 1M
   antiphon plan run two_shot.json --size 64K..16M:4 --dtype bf16 --symmetric
-  antiphon plan run two_shot.json --device cuda --graph --beside all-reduce")]
+  antiphon plan run two_shot.json --device cuda --registered --graph --beside all-reduce")]
 pub struct Args {
     /// The plan's file
     file: PathBuf,
@@ -72,6 +72,10 @@ pub struct Args {
     /// On GPUs: make one graph of the calls of a batch
     #[arg(long)]
     graph: bool,
+
+    /// On GPUs: keep the tensors in registered memory, which peers reach, so that nothing is staged
+    #[arg(long)]
+    registered: bool,
 
     /// On GPUs: verify and time this library's call on the same tensors
     #[arg(long, value_enum, value_name = "CALL")]
@@ -131,6 +135,7 @@ fn start(args: &Args, plan: &Plan) -> Result<ExitStatus> {
             let of_gpus = [
                 (args.ranks_per_gpu.is_some(), "--ranks-per-gpu"),
                 (args.graph, "--graph"),
+                (args.registered, "--registered"),
                 (args.beside.is_some(), "--beside"),
             ];
             if let Some((_, option)) = of_gpus.iter().find(|(given, _)| *given) {
@@ -218,6 +223,7 @@ fn work_on_gpu(args: &Args, plan: &Plan) -> Result<ExitStatus> {
         ranks_per_gpu: ranks_per_gpu(args),
         iterations: args.iterations,
         graph: args.graph,
+        registered: args.registered,
         beside_all_reduce: args.beside.is_some(),
     };
     if is_first {

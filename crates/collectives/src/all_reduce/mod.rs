@@ -32,7 +32,7 @@ pub use choice::tune;
 pub(crate) use cuda::{ReduceKernel, Reducing, run_staged};
 pub(crate) use host::Reduce;
 pub(crate) use order::InOrder;
-pub(crate) use registered::{Registered, Registry, run_registered};
+pub(crate) use registered::{Registered, run_registered};
 
 use antiphon_fabric::{Communicator, Operation, Signature};
 

@@ -1,8 +1,8 @@
 //! All-reduce on GPUs' registered memory; `registered.cuh` has the algorithms.
 
-use antiphon_device::cuda::{DevicePointer, KernelArgument, Program, StreamRef};
+use antiphon_device::cuda::{KernelArgument, Program, StreamRef};
 use antiphon_fabric::{
-    Communicator, FabricError, Operation, RegisteredMemory, Signature,
+    Operation, RegisteredTensor, Registry, Signature,
     gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, Tenant, Work, kernels},
 };
 
@@ -48,101 +48,6 @@ pub(crate) struct Places {
 
 // SAFETY: the layout of the kernel's struct: addresses.
 unsafe impl KernelArgument for Places {}
-
-/// The memory that a rank's collectives know, each with the number of its registration.
-#[derive(Debug, Default)]
-pub(crate) struct Registry {
-    known: Vec<(u32, RegisteredMemory)>,
-    next: u32,
-}
-
-/// A tensor in registered memory.
-#[derive(Clone, Copy)]
-struct RegisteredTensor {
-    /// The number of the registration and the offset in it, which are equal on all ranks.
-    number: u32,
-    offset: u64,
-    /// On every rank.
-    at: [u64; MAX_WORLD],
-}
-
-impl Registry {
-    pub(crate) fn is_empty(&self) -> bool {
-        self.known.is_empty()
-    }
-
-    fn find(&self, rank: usize, address: u64, bytes: u64) -> Option<RegisteredTensor> {
-        self.known.iter().find_map(|(number, memory)| {
-            let offset = address.checked_sub(memory.pointer(rank).0)?;
-            if offset.checked_add(bytes)? > memory.len() {
-                return None;
-            }
-            let mut at = [0; MAX_WORLD];
-            for (rank, at) in at.iter_mut().enumerate().take(memory.world_size()) {
-                *at = memory.pointer(rank).offset(offset).0;
-            }
-            Some(RegisteredTensor { number: *number, offset, at })
-        })
-    }
-}
-
-impl RegisteredTensor {
-    /// A digest, which almost always differs for ranks whose tensors are in different places.
-    fn digest(places: [Option<RegisteredTensor>; 2]) -> u32 {
-        let words =
-            places.into_iter().map(|place| place.map_or(0, |p| (p.offset << 8) | (u64::from(p.number) + 1)));
-        let mixed = words.fold(0u64, |sum, word| (sum ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        (mixed >> 32) as u32
-    }
-}
-
-impl Registry {
-    /// Adds some memory, which kernels may use from now on.
-    pub(crate) fn register(&mut self, tenant: &Tenant, memory: RegisteredMemory) -> Result<()> {
-        let (device, ours) = (memory.context().device().ordinal(), tenant.context().device().ordinal());
-        if (memory.world_size(), device) != (tenant.world_size(), ours) {
-            let text = format!(
-                "the memory is of {} ranks and device {device} here, the collectives are of {} and device {ours}",
-                memory.world_size(),
-                tenant.world_size()
-            );
-            return Err(FabricError::invalid(text).into());
-        }
-        self.known.push((self.next, memory));
-        self.next += 1;
-        Ok(())
-    }
-
-    /// Takes memory away again, when the work of every rank's device is over. All ranks call it together.
-    pub(crate) fn unregister(
-        &mut self,
-        comm: &Communicator,
-        tenant: &Tenant,
-        address: DevicePointer,
-    ) -> Result<()> {
-        const PROBLEM: &str = "cannot give memory back";
-        let rank = tenant.rank();
-        let found = self.known.iter().position(|(_, memory)| memory.pointer(rank) == address);
-        let index = comm.agree(
-            PROBLEM,
-            found.ok_or_else(|| {
-                FabricError::invalid(format!("no registered memory begins at {:#x}", address.0))
-            }),
-        )?;
-        comm.agree(PROBLEM, tenant.context().synchronize().map_err(CollectiveError::from))?;
-        let number = self.known[index].0;
-        let numbers = comm.exchange_objects(&number)?;
-        if let Some(other) = numbers.iter().position(|&theirs| theirs != numbers[0]) {
-            let text = format!(
-                "rank 0 gives back registration {}, but rank {other} registration {}",
-                numbers[0], numbers[other]
-            );
-            return Err(FabricError::invalid(text).into());
-        }
-        self.known.remove(index);
-        Ok(comm.barrier()?)
-    }
-}
 
 /// Carries out an all-reduce of registered tensors.
 ///
@@ -216,26 +121,4 @@ const MOST_BYTES: usize = 64 << 20;
 
 fn refused(which: &'static str, expected: String) -> CollectiveError {
     CollectiveError::Refused { operation: Operation::AllReduce.name(), which, expected }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn places_differ_by_registration_offset_and_which_is_which() {
-        let place = |number, offset| Some(RegisteredTensor { number, offset, at: [0; MAX_WORLD] });
-        let digests = [
-            [place(0, 0), None],
-            [place(1, 0), None],
-            [place(0, 16), None],
-            [place(0, 0), place(0, 0)],
-            [place(0, 0), place(0, 4096)],
-            [place(0, 4096), place(0, 0)],
-        ]
-        .map(RegisteredTensor::digest);
-        for (index, digest) in digests.iter().enumerate() {
-            assert!(!digests[..index].contains(digest), "{digests:x?}");
-        }
-    }
 }

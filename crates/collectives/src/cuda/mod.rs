@@ -47,7 +47,7 @@ use antiphon_device::cuda::Context;
 #[cfg(doc)]
 use antiphon_fabric::FabricError;
 use antiphon_fabric::{
-    Communicator,
+    Communicator, Registry,
     gpu::{Tenant, UntilIdle},
 };
 use antiphon_tensor::Device;
@@ -55,7 +55,6 @@ use antiphon_tensor::Device;
 pub use crate::all_reduce::{Algorithm, AllReduceOptions};
 use crate::{
     AlgorithmTable,
-    all_reduce::Registry,
     error::Result,
     gather_scatter::{Messaging, cuda::Movement},
 };

@@ -103,7 +103,8 @@ impl CudaCollectives {
     /// # Errors
     /// [`FabricError::InvalidArgument`] for memory of another number of ranks or of another device.
     pub fn register(&self, memory: RegisteredMemory) -> Result<()> {
-        self.registry.borrow_mut().register(&self.tenant, memory)
+        let Self { registry, tenant, .. } = self;
+        Ok(registry.borrow_mut().register(tenant.world_size(), tenant.context(), memory)?)
     }
 
     /// Gives registered memory back, when the work of every rank's device is over. All ranks call it together, each with the
@@ -113,7 +114,7 @@ impl CudaCollectives {
     /// On every rank: [`FabricError::InvalidArgument`] for an address at which no registered memory begins, and when ranks name
     /// different memory; [`FabricError::Device`] for what went wrong in earlier work; as [`Communicator::barrier`].
     pub fn unregister(&self, comm: &Communicator, address: DevicePointer) -> Result<()> {
-        self.registry.borrow_mut().unregister(comm, &self.tenant, address)
+        Ok(self.registry.borrow_mut().unregister(comm, self.tenant.context(), address)?)
     }
 
     /// Compiles and loads the kernels that reduce a dtype by an operator, so that no call has to; once memory is

@@ -1,21 +1,31 @@
 //! Executing plans.
 
-use antiphon_device::cuda::{DevicePointer, GaveUp, StreamRef, memory};
+use antiphon_device::cuda::{GaveUp, StreamRef, memory};
 use antiphon_fabric::{
-    FabricError,
-    gpu::{Family as _, Grid, Launch, Pieces, Tenant, Work},
+    FabricError, Signature,
+    gpu::{Family as _, Grid, Launch, MAX_WORLD, Pieces, Tenant, Work},
 };
 use antiphon_plan::{BufferType, Extent, Rank};
 use antiphon_tensor::{TensorError, TensorView, TensorViewMut};
 
 use super::{
-    family::InterpreterKernel,
-    plan::{Copy, CudaPlan, Key, Prepared, check_room},
+    bases::Bases,
+    family::{InterpreterKernel, PlanCall},
+    plan::{CudaPlan, check_room},
+    prepared::{Copy, Key, Prepared},
     report::waiting,
-    table::Base,
     tenants::lock,
 };
 use crate::{ExecutorError, arguments::Arguments, error::Result};
+
+/// Tensors that peers reach.
+#[derive(Clone, Copy)]
+pub(super) struct Shared {
+    /// The addresses of all ranks' inputs and outputs; 0 where peers touch none.
+    pub(super) at: [[u64; MAX_WORLD]; 2],
+    /// A digest of their places, which must be equal on all ranks.
+    pub(super) places: u32,
+}
 
 impl CudaPlan {
     /// Executes the plan on an input and an output: contiguous tensors of one dtype on this rank's GPU, apart from each other. All
@@ -38,7 +48,7 @@ impl CudaPlan {
         let (input, mut output) = (input.into(), output.into());
         let call = Arguments::apart(self.device(), &input, &mut output)?;
         // SAFETY: the caller's promise.
-        unsafe { self.run(&call, stream.into()) }
+        unsafe { self.run(&call, None, stream.into()) }
     }
 
     /// [`execute`](Self::execute) with one buffer for input and output. If one is larger, the buffer is that one, and the other is
@@ -54,12 +64,17 @@ impl CudaPlan {
         buffer: impl Into<TensorViewMut<'o>>,
         stream: impl Into<StreamRef<'s>>,
     ) -> Result<()> {
+        let call = self.together(&mut buffer.into())?;
+        // SAFETY: the caller's promise.
+        unsafe { self.run(&call, None, stream.into()) }
+    }
+
+    /// Input and output in one buffer.
+    pub(super) fn together(&self, buffer: &mut TensorViewMut<'_>) -> Result<Arguments> {
         let mode = self.checked.in_place(&self.name)?;
         let shift = |buffer| mode.placements.shift(Rank(self.rank as u32), buffer);
         let shifts = [shift(BufferType::Input), shift(BufferType::Output)];
-        let call = Arguments::together(self.device(), &mut buffer.into(), self.chunks(), shifts)?;
-        // SAFETY: the caller's promise.
-        unsafe { self.run(&call, stream.into()) }
+        Arguments::together(self.device(), buffer, self.chunks(), shifts)
     }
 
     /// Whether all executions that are over have done what they should. It does not wait: synchronise with the stream first.
@@ -72,9 +87,16 @@ impl CudaPlan {
         tenant.check().map_err(|error| self.explain(&tenant, error))
     }
 
+    /// Puts a call into a stream. What peers touch of its tensors is `shared`, or staged.
+    ///
     /// # Safety
     /// As [`execute`](Self::execute).
-    unsafe fn run(&self, call: &Arguments, stream: StreamRef<'_>) -> Result<()> {
+    pub(super) unsafe fn run(
+        &self,
+        call: &Arguments,
+        shared: Option<Shared>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
         let element = call.dtype.size();
         for (which, address) in [("input", call.input as usize), ("output", call.output as usize)] {
             if !address.is_multiple_of(element) {
@@ -92,7 +114,7 @@ impl CudaPlan {
         })?;
         let tenant = lock(&self.tenant);
         // SAFETY: the caller's promise.
-        unsafe { self.launch(&tenant, prepared, call, stream) }
+        unsafe { self.launch(&tenant, prepared, call, shared, stream) }
     }
 
     /// # Safety
@@ -102,20 +124,21 @@ impl CudaPlan {
         tenant: &Tenant,
         prepared: &Prepared,
         call: &Arguments,
+        shared: Option<Shared>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
         let (family, explain) = (self.family(prepared.key.dtype), |error| self.explain(tenant, error));
-        let blocks = prepared.program.blocks.len().max(1);
+        let [staged_input, staged_output, staging] = prepared.staging;
+        let places = shared.map(|shared| shared.places);
+        let shared = shared.map_or([staged_input, staged_output], |shared| shared.at);
+        let bases = Bases::new([call.input as u64, call.output as u64], shared, staging);
+        let blocks = prepared.part(0).program.blocks.len().max(1);
         let loaded = tenant.ready(family, stream).map_err(explain)?;
         // A stream may have some of the multiprocessors only.
         check_room(&self.plan, blocks, self.per_multiprocessor, tenant.multiprocessors_here())?;
         let copy_all = |copies: &[Copy]| {
             let outcome = copies.iter().try_for_each(|copy| {
-                let [from, to] = [copy.from, copy.to].map(|(base, at)| match base {
-                    Base::Absolute => DevicePointer(at),
-                    Base::OfInput => DevicePointer(call.input as u64 + at),
-                    Base::OfOutput => DevicePointer(call.output as u64 + at),
-                });
+                let [from, to] = [copy.from, copy.to].map(|item| bases.address(item));
                 match from == to || copy.bytes == 0 {
                     true => Ok(()),
                     // SAFETY: both ends hold the chunks: the tensors are as long as the plan's buffers, and staging has room for them.
@@ -125,21 +148,22 @@ impl CudaPlan {
             outcome.or_else(|error| tenant.fail(error.into())).map_err(explain)
         };
         copy_all(&prepared.loads)?;
-        let launch = |_, _, _| {
-            let (input, output) = (call.input as usize, call.output as usize);
-            let work = Work { input, output, ..Work::new(prepared.signature) };
-            let config = family.blocks(blocks as u32, tenant.world_size());
-            Launch {
+        for number in 0..prepared.slicing.launches() {
+            let bases = bases.behind(number * prepared.slicing.slice);
+            let launch = |_, _, _| Launch {
                 kernel: InterpreterKernel::Interpret,
-                grid: Grid::Exact { config, is_small: false },
-                work,
-                arguments: prepared.call,
-            }
-        };
-        // SAFETY: the table's addresses are those of this plan's memory, which lives until the context is idle, and of the caller's
-        // tensors; the blocks were found to fit.
-        unsafe { tenant.run(&loaded, Pieces { total: 1, most: 1, unit: 1 }, stream, launch) }
-            .map_err(explain)?;
+                grid: Grid::Exact {
+                    config: family.blocks(blocks as u32, tenant.world_size()),
+                    is_small: false,
+                },
+                work: Work::new(prepared.signature(number, places)),
+                arguments: PlanCall { bases, ..prepared.part(number).call },
+            };
+            // SAFETY: the table's addresses are those of this plan's memory, which lives until the context is idle, of the caller's
+            // tensors, and of memory that is registered; the blocks were found to fit.
+            unsafe { tenant.run(&loaded, Pieces { total: 1, most: 1, unit: 1 }, stream, launch) }
+                .map_err(explain)?;
+        }
         copy_all(&prepared.stores)
     }
 
@@ -150,10 +174,10 @@ impl CudaPlan {
             waited && !matches!(error, FabricError::Failed { .. })
         });
         let stuck = report.and_then(|report| {
-            let mut prepared = self.memory.prepared.iter();
-            let prepared = prepared.find(|prepared| prepared.signature.to_words() == report.doing)?;
-            let origin = *prepared.origins.get(usize::try_from(report.seen[1] - 1).ok()?)?;
-            waiting(&self.plan, Rank(self.rank as u32), &prepared.program, origin?, &report)
+            let doing = Signature::from_words(report.doing)?;
+            let part = self.memory.prepared.iter().find_map(|prepared| prepared.part_of(&doing))?;
+            let origin = *part.origins.get(usize::try_from(report.seen[1] - 1).ok()?)?;
+            waiting(&self.plan, Rank(self.rank as u32), &part.program, origin?, &report)
         });
         match stuck {
             Some((place, waiting)) => ExecutorError::Stuck { place, waiting, reason: error.into() },

@@ -5,7 +5,7 @@ use antiphon_fabric::gpu::{Family, Source, kernels};
 use antiphon_plan::{REDUCE_OPS, ReduceOp};
 use antiphon_tensor::DType;
 
-use super::table::{Base, Kind};
+use super::{bases::Bases, table::Kind};
 use crate::PacketKind;
 
 kernels! {
@@ -26,6 +26,7 @@ pub(super) struct PlanCall {
     pub(super) cleared: u64,
     pub(super) packets: u64,
     pub(super) packet_bytes: u64,
+    pub(super) bases: Bases,
 }
 
 // SAFETY: the layout of the kernel's struct: words of 64 bits.
@@ -82,8 +83,6 @@ impl Family for Interpreter {
         let program = program.define("ELEMENT", element).define("PAYLOAD", self.packets.payload());
         let program =
             Kind::ALL.iter().fold(program, |program, kind| program.define(kind.name(), *kind as u32));
-        let program =
-            Base::ALL.iter().fold(program, |program, base| program.define(base.name(), *base as u32));
         let operators = [None].into_iter().chain(REDUCE_OPS.map(Some));
         operators.fold(program, |program, op| {
             let name = op.map_or("NONE".to_owned(), |op| op.name().to_uppercase());

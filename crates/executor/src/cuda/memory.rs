@@ -3,11 +3,11 @@
 use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
 use antiphon_device::cuda::{Context, memory};
-use antiphon_fabric::{Communicator, CudaArena, FabricError};
+use antiphon_fabric::{Communicator, CudaArena, FabricError, gpu::MAX_WORLD};
 use antiphon_plan::{Block, Mode, OpKind, Plan, Rank};
 
-use super::table::{Base, Item};
-use crate::layout::{self, Base as Region, Layout, Operand};
+use super::{bases::Base, table::Item};
+use crate::layout::{self, Base as Region, Layout, Operand, Slicing};
 
 /// Where counters and packets begin in their arenas, behind the flags of each block and the counter of blocks that clear packets.
 pub(super) const HEADER: u64 = 4096;
@@ -121,17 +121,17 @@ pub(super) struct Areas {
 }
 
 impl Areas {
-    /// The areas of `input`, `output` and `scratch` chunks of `chunk` bytes. None if they exceed the address space.
-    pub(super) fn new(chunk: usize, chunks: [u64; 3], stages: bool, has_packets: bool) -> Option<Self> {
+    /// The areas of `input` and `output` chunks, and of `scratch` chunks for slices of them. None if they exceed the address space.
+    pub(super) fn new(slicing: Slicing, chunks: [u64; 3], stages: bool, has_packets: bool) -> Option<Self> {
         const LINE: usize = 256;
         let area = |count: u64, bytes: usize| {
             usize::try_from(count).ok()?.checked_mul(bytes)?.checked_next_multiple_of(LINE)
         };
-        let [input, output, scratch] = chunks;
+        let ([input, output, scratch], Slicing { chunk, slice }) = (chunks, slicing);
         let staged = |count| if stages { area(count, chunk) } else { Some(0) };
         let staged_output_at = staged(input)?;
-        let plain = area(scratch, chunk)?;
-        let packets = if has_packets { area(scratch, Layout::packets(chunk)?)? } else { 0 };
+        let plain = area(scratch, slice)?;
+        let packets = if has_packets { area(scratch, Layout::packets(slice)?)? } else { 0 };
         let header = if has_packets { HEADER as usize } else { 0 };
         Some(Self {
             staged_output_at,
@@ -187,8 +187,9 @@ pub(super) struct Places<'a> {
     pub(super) writers: &'a Writers,
     pub(super) arenas: &'a Arenas,
     pub(super) areas: Areas,
-    /// Bytes of a chunk.
-    pub(super) chunk: usize,
+    pub(super) slicing: Slicing,
+    /// Bytes of each chunk that a launch does: of scratch, all that there are.
+    pub(super) slice: usize,
 }
 
 impl Places<'_> {
@@ -227,20 +228,35 @@ impl Places<'_> {
         self.arenas[2].as_ref().map_or([0; 2], packets)
     }
 
-    /// A region of a rank as this rank's GPU sees it, and the bytes of a chunk there.
+    /// Where all ranks stage inputs and outputs, and where staging begins.
+    pub(super) fn staging(&self) -> [[u64; MAX_WORLD]; 3] {
+        let mut all = [[0; MAX_WORLD]; 3];
+        if let Some(arena) = &self.arenas[0] {
+            for rank in 0..arena.world_size() {
+                let start = arena.pointer(rank).0;
+                let starts = [start, start + self.areas.staged_output_at as u64, start];
+                all.iter_mut().zip(starts).for_each(|(all, start)| all[rank] = start);
+            }
+        }
+        all
+    }
+
+    /// A region of a rank as this rank's GPU sees it, and the bytes from chunk to chunk there.
     pub(super) fn region(&self, rank: usize, region: Region) -> (Base, u64, usize) {
-        let within = |kind: usize, at: usize, stride| {
+        let (chunk, slice) = (self.slicing.chunk, self.slice);
+        let within = |kind: usize, at: u64, stride| {
             let start = self.arenas[kind].as_ref().map_or(0, |arena| arena.pointer(rank).0);
-            (Base::Absolute, start + at as u64, stride)
+            (Base::Absolute, start + at, stride)
         };
         match region {
-            Region::Input => (Base::OfInput, 0, self.chunk),
-            Region::Output => (Base::OfOutput, 0, self.chunk),
-            // No tensor is in memory that peers reach, so what they touch is staged.
-            Region::SharedInput | Region::StagedInput => within(0, 0, self.chunk),
-            Region::SharedOutput | Region::StagedOutput => within(0, self.areas.staged_output_at, self.chunk),
-            Region::Scratch => within(1, 0, self.chunk),
-            Region::Packets => within(2, HEADER as usize, Layout::packets(self.chunk).unwrap_or(0)),
+            Region::Input => (Base::OfInput, 0, chunk),
+            Region::Output => (Base::OfOutput, 0, chunk),
+            Region::SharedInput => (Base::OfSharedInput, 0, chunk),
+            Region::SharedOutput => (Base::OfSharedOutput, 0, chunk),
+            Region::StagedInput => (Base::OfStaging, 0, chunk),
+            Region::StagedOutput => (Base::OfStaging, self.areas.staged_output_at as u64, chunk),
+            Region::Scratch => within(1, 0, slice),
+            Region::Packets => within(2, HEADER, Layout::packets(slice).unwrap_or(0)),
         }
     }
 
@@ -248,13 +264,13 @@ impl Places<'_> {
     /// before it lay side by side.
     pub(super) fn operand(&self, operand: Operand, start: usize) -> Item {
         let (base, at, stride) = self.region(operand.rank(), operand.base());
-        let before = start.checked_div(self.chunk).unwrap_or(0);
+        let before = start.checked_div(self.slice).unwrap_or(0);
         let chunk = operand.chunk.wrapping_add(before); // the operation's first chunk may lie before the region's first
         let (rank, scale) = match operand.base() {
             Region::Packets => (self.writers.of(chunk as u64, self.rank), 2),
             _ => (operand.rank(), 1),
         };
-        let skipped = (before * self.chunk * scale) as u64;
+        let skipped = (before * self.slice * scale) as u64;
         let at = at.wrapping_add(chunk.wrapping_mul(stride) as u64).wrapping_sub(skipped);
         Item { at, base, rank }
     }

@@ -33,6 +33,33 @@
 //! kernel, and copies what they wrote back. Nothing else of a tensor is moved. The call allocates nothing, does not wait, and takes
 //! no lock for which another thread competes.
 //!
+//! A message whose chunks are larger than what is proved, or that needs more than [`CudaOptions::most_scratch`], takes several
+//! launches. Each does one slice of every chunk, as on the host: a plan that is right for chunks is right for equal parts of them. Tensors
+//! and staging have the whole message, so it is copied once; scratch has a slice of each chunk, and is used again.
+//!
+//! ## Registered tensors
+//!
+//! A call by [`CudaPlan::execute_registered`] stages nothing: peers read and write the tensors where they are, in memory that all
+//! ranks have [registered](CudaPlan::register). Its tensors are at one offset of that memory on all ranks, so each rank knows where
+//! those of its peers are. The places are a part of the tag, so ranks that disagree get an error. One table serves staged and registered
+//! calls: its addresses count from bases that are passed to each launch.
+//!
+//! The order of accesses is that of a staged call, whose tensors are the staging:
+//!
+//! * *Before a launch* a rank owns its tensors: its stream writes the input, and reads what the launch before has left in the output.
+//!   When ranks have met, the streams of all have come to the launch, so that is over. The meeting publishes it: what was done ahead of a
+//!   kernel in its stream is visible to the kernel, block 0 has a fence ahead of the tag, and peers have one behind their loads of it.
+//! * *Behind a launch* the rank owns them again, although peers may still be in theirs. That is proved: all accesses to a rank's input
+//!   and output happen before the rank has ended ([`verify`](antiphon_plan::verify#what-is-proved)), writes in the order of data
+//!   and reads in that of execution. A plan of which a rank may end earlier is rejected
+//!   ([`Kind::Late`](antiphon_plan::verify::Kind::Late)), so the kernel needs no meeting at its end. A rank has ended when its
+//!   blocks have, which do the work of its ports themselves, and that is what the end of its kernel says. A peer's write is
+//!   ahead of a release that a block of this rank has acquired, and so of the end of the kernel and of what follows in the stream. A
+//!   peer's read may be ahead of no more than a packet, which releases nothing; but every value that is loaded is stored by the same
+//!   thread in the same step, so the load is over before the threads meet and one of them sends that packet.
+//!
+//! A launch that gave up has no such end: peers may access what is registered until they have given up, too.
+//!
 //! What advances from launch to launch is in device memory: the flags of packets, the counts of signals, semaphores and barriers. So
 //! a graph may be replayed between other calls.
 //!
@@ -75,9 +102,9 @@
 //! A plan is proved for device memory ([`verify::Memory`](antiphon_plan::verify::Memory)): on a host a packet also publishes what its writer
 //! did before.
 //!
-//! Between up to 8 ranks of one machine. A message is done in one launch: its chunks must be within what is proved, and its scratch
-//! within [`CudaOptions::most_scratch`]. All numeric dtypes, whose tensors may begin at any element.
+//! Between up to 8 ranks of one machine. All numeric dtypes, whose tensors may begin at any element.
 
+mod bases;
 mod call;
 mod collection;
 mod family;
@@ -86,6 +113,8 @@ mod kernel;
 mod machine_code;
 mod memory;
 mod plan;
+mod prepared;
+mod registered;
 mod report;
 mod size;
 mod table;

@@ -26,8 +26,8 @@ DEVICE A combine(u32 op, A a, A b) {
 
 // An operand of a step, or the counter of a channel. Rust's `Item` has the same layout.
 struct alignas(16) plan_item {
-    u64 at;   // an address; or of a tensor, bytes from its start
-    u32 base; // ABSOLUTE, OF_INPUT or OF_OUTPUT
+    u64 at;   // bytes from the base
+    u32 base; // the number of the base of the launch; that of number 0 is 0
     u32 rank; // the rank that sends these packets, or through this channel
 };
 
@@ -58,6 +58,7 @@ struct plan_call {
     plan_counter* cleared;  // of the blocks that have cleared packets
     u8* packets;            // all packets that come to this rank
     u64 packet_bytes;
+    u64 bases[3 + 3 * MAX_WORLD]; // where tensors begin in this launch: this rank's, all ranks' shared ones, and all ranks' staging
 };
 
 // A thread's view of a launch. Registers are what this kernel has least of, so it holds what cannot be found again.
@@ -70,7 +71,7 @@ struct launch {
 
     DEVICE u64 place(u32 index) const {
         const plan_item& it = item(index);
-        return it.at + (it.base == ABSOLUTE ? 0 : it.base == OF_INPUT ? (u64)a.input : (u64)a.output);
+        return it.at + p.bases[it.base];
     }
 };
 

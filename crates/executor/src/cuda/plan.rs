@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use antiphon_device::{
-    cuda::{Context, DeviceMemory, DevicePointer, memory},
+    cuda::{Context, DevicePointer, memory},
     sync::Mutex,
 };
 use antiphon_fabric::{
@@ -11,29 +11,27 @@ use antiphon_fabric::{
     gpu::{MAX_BLOCKS, OnFailure, Tenant, UntilIdle},
 };
 use antiphon_plan::{
-    Extent, Plan, Wiring,
+    Plan, Wiring,
     verify::{self, VerifiedPlan},
 };
 use antiphon_tensor::{DType, Device};
 
 use super::{
-    family::{Interpreter, PlanCall},
-    memory::{Areas, Arenas, Counters, Places, Workspace, Writers},
-    table::{Base, Table},
+    family::Interpreter,
+    memory::{Counters, Workspace, Writers},
+    prepared::{Key, Prepared},
+    registered::{Registries, SharedRegistry},
     tenants::{Tenants, lock},
 };
-use crate::{
-    ExecutorError, PacketKind,
-    error::Result,
-    layout::{Checked, Mode, Move, Program, Target, compile},
-};
+use crate::{ExecutorError, PacketKind, error::Result, layout::Checked};
 
 /// How a plan is executed on GPUs; the same on all ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct CudaOptions {
     /// The form of packets.
     pub packets: PacketKind,
-    /// The most bytes of scratch that the plan may take on a GPU, for plain data and packets together.
+    /// The most bytes of scratch that the plan may take on a GPU, for plain data and packets together. A message that needs more is
+    /// done in several launches.
     pub most_scratch: usize,
 }
 
@@ -59,6 +57,7 @@ pub struct CudaPlan {
     pub(super) context: Context,
     pub(super) memory: UntilIdle<Memory>,
     pub(super) tenant: Arc<Mutex<Tenant>>,
+    pub(super) registry: SharedRegistry,
 }
 
 /// What kernels use.
@@ -66,35 +65,6 @@ pub(super) struct Memory {
     pub(super) counters: Counters,
     pub(super) workspace: Workspace,
     pub(super) prepared: Vec<Prepared>,
-}
-
-/// A size for which the plan is ready.
-pub(super) struct Prepared {
-    pub(super) key: Key,
-    pub(super) signature: Signature,
-    pub(super) program: Program,
-    pub(super) origins: Vec<Option<(u32, u32)>>,
-    pub(super) call: PlanCall,
-    /// Copies before and after the kernel.
-    pub(super) loads: Vec<Copy>,
-    pub(super) stores: Vec<Copy>,
-    _table: DeviceMemory,
-    _arenas: Arenas,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Key {
-    pub(super) dtype: DType,
-    pub(super) chunk: usize,
-    pub(super) in_place: bool,
-}
-
-/// Bytes to copy between tensors and staging.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Copy {
-    pub(super) from: (Base, u64),
-    pub(super) to: (Base, u64),
-    pub(super) bytes: usize,
 }
 
 impl std::fmt::Debug for CudaPlan {
@@ -133,7 +103,9 @@ impl CudaPlan {
         comm.check_one_node("a plan")?;
         let (memory, largest_chunk, plan) = (plan.memory(), plan.report().largest_chunk, plan.plan().clone());
         let checked = match memory {
-            verify::Memory::Device => Checked::new(comm, &plan, options.packets, largest_chunk),
+            verify::Memory::Device => {
+                Checked::new(comm, &plan, options.packets, largest_chunk, options.most_scratch)
+            }
             verify::Memory::Host => Err(ExecutorError::Proof { plan: name_of(&plan) }),
         };
         let checked = comm.agree("cannot load its plan", checked)?;
@@ -155,6 +127,7 @@ impl CudaPlan {
             context: context.clone(),
             memory: UntilIdle::new(context, memory),
             tenant,
+            registry: Registries::of(comm, context)?,
             plan,
         })
     }
@@ -181,8 +154,9 @@ impl CudaPlan {
     ///
     /// # Errors
     /// On all ranks: [`ExecutorError::Plan`] for a size that the plan does not serve, [`Tensor`](ExecutorError::Tensor) for a dtype
-    /// without arithmetic, [`Operation`](ExecutorError::Operation), [`Buffers`](ExecutorError::Buffers) for chunks that are larger
-    /// than the proof's and for more scratch than the options allow, and
+    /// without arithmetic, [`Operation`](ExecutorError::Operation), [`Unproved`](ExecutorError::Unproved) for chunks that are larger
+    /// than the proof's and have no parts that are not, [`Buffers`](ExecutorError::Buffers) if the options allow too little scratch for
+    /// 1,024 launches, and
     /// [`Fabric`](ExecutorError::Fabric) without memory or NVRTC.
     pub fn prepare(&mut self, comm: &Communicator, dtype: DType, bytes: usize) -> Result<()> {
         let call = Signature {
@@ -201,15 +175,9 @@ impl CudaPlan {
         for in_place in [false, true] {
             let key = Key { dtype, chunk: extent.chunk() as usize, in_place };
             let is_known = self.memory.prepared.iter().any(|prepared| prepared.key == key);
-            if self.checked.modes[usize::from(in_place)].is_none() || is_known {
-                continue;
+            if self.checked.modes[usize::from(in_place)].is_some() && !is_known {
+                self.prepare_size(comm, key, &extent)?;
             }
-            let program = comm.agree("cannot prepare its plan", self.program(&key, &extent))?;
-            let areas = comm.agree("cannot prepare its plan", self.areas(&key))?;
-            let arenas = self.memory.workspace.reserve(comm, &self.context, &areas)?;
-            let prepared =
-                comm.agree("cannot prepare its plan", self.prepared(key, program, areas, arenas))?;
-            self.memory.prepared.push(prepared);
         }
         Ok(())
     }
@@ -231,8 +199,8 @@ impl CudaPlan {
     #[doc(hidden)]
     pub fn set_flags(&self, flag: u32) -> Result<()> {
         let stream = self.context.stream().map_err(FabricError::from)?;
-        for prepared in &self.memory.prepared {
-            let (at, blocks) = (DevicePointer(prepared.call.flags), prepared.program.blocks.len().max(1));
+        for part in self.memory.prepared.iter().flat_map(|prepared| &prepared.parts) {
+            let (at, blocks) = (DevicePointer(part.call.flags), part.program.blocks.len().max(1));
             // SAFETY: the header has a flag for each block, and no kernel uses them now.
             unsafe { memory::fill_words(stream.borrow(), at, flag, blocks) }.map_err(FabricError::from)?;
         }
@@ -250,88 +218,6 @@ impl CudaPlan {
 
     pub(super) fn family(&self, dtype: DType) -> Interpreter {
         Interpreter::new(dtype, self.options.packets, self.per_multiprocessor)
-    }
-
-    fn mode(&self, key: &Key) -> &Mode {
-        self.checked.modes[usize::from(key.in_place)].as_ref().expect("it was asked for")
-    }
-
-    fn program(&self, key: &Key, extent: &Extent) -> Result<Program> {
-        compile(Target {
-            plan: &self.plan,
-            wiring: &self.wiring,
-            placements: &self.mode(key).placements,
-            rank: self.rank,
-            packets: self.options.packets,
-            element: key.dtype.size(),
-            extent: *extent,
-            sliced: false,
-        })
-    }
-
-    pub(super) fn areas(&self, key: &Key) -> Result<Areas> {
-        let ([input, output], scratch) = (self.chunks(), self.checked.scratch_chunks);
-        let stages = self.mode(key).may_stage;
-        let areas = Areas::new(key.chunk, [input, output, scratch], stages, self.checked.uses_packets);
-        let most = self.options.most_scratch;
-        areas.filter(|areas| areas.scratch <= most).ok_or_else(|| ExecutorError::Buffers {
-            plan: self.name.clone(),
-            what: format!(
-                "{scratch} chunks of scratch of {} bytes exceed the {most} bytes that are allowed",
-                key.chunk
-            ),
-        })
-    }
-
-    fn prepared(&self, key: Key, program: Program, areas: Areas, arenas: Arenas) -> Result<Prepared> {
-        let places = Places {
-            rank: self.rank,
-            counters: &self.memory.counters,
-            writers: &self.writers,
-            arenas: &arenas,
-            areas,
-            chunk: key.chunk,
-        };
-        let table = Table::new(&program, &places).ok_or_else(|| ExecutorError::Buffers {
-            plan: self.name.clone(),
-            what: format!("too many steps for chunks of {} bytes", key.chunk),
-        })?;
-        let memory = DeviceMemory::allocate(&self.context, table.bytes.len()).map_err(FabricError::from)?;
-        let stream = self.context.stream().map_err(FabricError::from)?;
-        memory.write(&stream, 0, &table.bytes).map_err(FabricError::from)?;
-        let at = memory.pointer().0;
-        let [packets, packet_bytes] = places.packets();
-        let call = PlanCall {
-            starts: at,
-            steps: at + table.steps_at as u64,
-            items: at + table.items_at as u64,
-            flags: places.flags(),
-            cleared: places.cleared(),
-            packets,
-            packet_bytes,
-        };
-        let mode = self.mode(&key);
-        let copies = |moves: &[Move]| moves.iter().map(|each| copy(each, &places)).collect::<Vec<_>>();
-        let (loads, stores) = (copies(&mode.loads), copies(&mode.stores));
-        let [input, _] = self.chunks();
-        let signature = Signature {
-            dtype: Some(key.dtype),
-            algorithm: key.in_place.into(),
-            detail: self.digest,
-            count: input * key.chunk as u64 / key.dtype.size() as u64,
-            ..Signature::new(Operation::ExecutePlan)
-        };
-        Ok(Prepared {
-            key,
-            signature,
-            program,
-            origins: table.origins,
-            call,
-            loads,
-            stores,
-            _table: memory,
-            _arenas: arenas,
-        })
     }
 }
 
@@ -362,13 +248,4 @@ pub(super) fn check_room(plan: &Plan, blocks: usize, each: u32, multiprocessors:
             fit,
         }),
     }
-}
-
-/// A move of chunks as a copy of bytes.
-fn copy(each: &Move, places: &Places<'_>) -> Copy {
-    let end = |(region, chunk): (crate::layout::Base, u64)| {
-        let (base, at, stride) = places.region(places.rank, region);
-        (base, at + chunk * stride as u64)
-    };
-    Copy { from: end(each.from), to: end(each.to), bytes: each.chunks as usize * places.chunk }
 }

@@ -3,8 +3,15 @@
 use antiphon_plan::Extent;
 use antiphon_tensor::{DType, TensorError};
 
-use super::plan::{CudaPlan, Key};
-use crate::{ExecutorError, error::Result};
+use super::{memory::Areas, plan::CudaPlan};
+use crate::{
+    ExecutorError,
+    error::Result,
+    layout::{Slicing, most_proved, unit},
+};
+
+/// Most launches of a call: a message that needs more is better given more scratch.
+const MOST_LAUNCHES: usize = 1024;
 
 /// Which of an input and an output is the message of a collective: the output of an all-gather, else the input.
 pub(super) fn message<T>(collective: &str, [input, output]: [T; 2]) -> T {
@@ -29,10 +36,10 @@ impl CudaPlan {
     ///
     /// # Errors
     /// What [`prepare`](Self::prepare) would refuse: [`ExecutorError::Plan`], [`Tensor`](ExecutorError::Tensor) and
-    /// [`Buffers`](ExecutorError::Buffers).
+    /// [`Buffers`](ExecutorError::Buffers), and [`Unproved`](ExecutorError::Unproved).
     pub fn serves(&self, dtype: DType, bytes: usize) -> Result<()> {
-        let chunk = self.extent(dtype, bytes)?.chunk() as usize;
-        self.areas(&Key { dtype, chunk, in_place: false }).map(drop)
+        let extent = self.extent(dtype, bytes)?;
+        self.slicing(dtype, &extent).map(drop)
     }
 
     /// The bytes of the input and of the output of a message of `bytes` bytes.
@@ -51,7 +58,7 @@ impl CudaPlan {
         bytes.next_multiple_of(chunks * alignment.max(1))
     }
 
-    /// The extent of a message, if it can be executed in one launch.
+    /// The extent of a message.
     pub(super) fn extent(&self, dtype: DType, bytes: usize) -> Result<Extent> {
         check_dtype(dtype)?;
         let chunks = self.chunks();
@@ -60,17 +67,47 @@ impl CudaPlan {
             0 => bytes as u64,
             _ => (u128::from(count) * bytes as u128 / u128::from(message)) as u64,
         };
-        let extent = Extent::new(&self.plan, part(chunks[0]), part(chunks[1]))?;
-        match self.largest_chunk {
-            Some(largest) if largest < extent.chunk() => Err(ExecutorError::Buffers {
+        Ok(Extent::new(&self.plan, part(chunks[0]), part(chunks[1]))?)
+    }
+
+    /// The slices of a message of which one launch does one: the largest within the proof and the scratch.
+    pub(super) fn slicing(&self, dtype: DType, extent: &Extent) -> Result<Slicing> {
+        let chunk = extent.chunk() as usize;
+        let proved = most_proved(&self.name, self.largest_chunk, extent, dtype.size())?;
+        let fits = |slice: &usize| self.areas(Slicing { chunk, slice: *slice }, false).is_ok();
+        // Plain data and packets of a chunk take up to three times its bytes, and what packets and areas are padded by.
+        let scratch = self.checked.scratch_chunks.max(1) as usize;
+        let bound = self.options.most_scratch.saturating_sub(512) / scratch;
+        let bound = if self.checked.uses_packets { bound.saturating_sub(14) / 3 } else { bound };
+        let whole = |unit: u64| usize::try_from(unit).ok().map(|unit| bound.min(proved) / unit * unit);
+        let smaller = [true, false].into_iter().filter_map(|lines| whole(unit(extent, dtype.size(), lines)));
+        let slice =
+            [proved].into_iter().chain(smaller.filter(|&slice| slice > 0)).find(fits).unwrap_or(proved);
+        let slicing = Slicing { chunk, slice };
+        self.areas(slicing, false)?;
+        match slicing.launches() {
+            launches if launches <= MOST_LAUNCHES => Ok(slicing),
+            launches => Err(ExecutorError::Buffers {
                 plan: self.name.clone(),
                 what: format!(
-                    "it is proved for chunks of up to {largest} bytes, those of the message have {}, and a message is done in one \
-                     launch",
-                    extent.chunk()
+                    "chunks of {chunk} bytes take {launches} launches of {slice} bytes each, and a call has at most {MOST_LAUNCHES}"
                 ),
             }),
-            _ => Ok(extent),
         }
+    }
+
+    /// The memory of calls with these slices, in place or not.
+    pub(super) fn areas(&self, slicing: Slicing, in_place: bool) -> Result<Areas> {
+        let ([input, output], scratch) = (self.chunks(), self.checked.scratch_chunks);
+        let stages = self.mode(in_place).may_stage;
+        let areas = Areas::new(slicing, [input, output, scratch], stages, self.checked.uses_packets);
+        let most = self.options.most_scratch;
+        areas.filter(|areas| areas.scratch <= most).ok_or_else(|| ExecutorError::Buffers {
+            plan: self.name.clone(),
+            what: format!(
+                "{scratch} chunks of scratch of {} bytes exceed the {most} bytes that are allowed",
+                slicing.slice
+            ),
+        })
     }
 }

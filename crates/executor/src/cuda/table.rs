@@ -2,7 +2,7 @@
 
 use antiphon_plan::ReduceOp;
 
-use super::{family::operator, memory::Places};
+use super::{bases::Base, family::operator, memory::Places};
 use crate::layout::{Frame, Operand, Program, Signal, Step, Work};
 
 /// Makes an enum of numbers that the kernel knows by the names given here.
@@ -42,14 +42,6 @@ numbers! {
         Loop = "STEP_LOOP",
         Plain = "STEP_PLAIN",
         Packets = "STEP_PACKETS",
-    }
-}
-numbers! {
-    /// What an item's address counts from.
-    enum Base {
-        Absolute = "ABSOLUTE",
-        OfInput = "OF_INPUT",
-        OfOutput = "OF_OUTPUT",
     }
 }
 
@@ -125,7 +117,7 @@ impl Table {
         let items_at = bytes.len();
         for Item { at, base, rank } in writer.items {
             bytes.extend(at.to_le_bytes());
-            bytes.extend([base as u32, rank as u32].map(u32::to_le_bytes).as_flattened());
+            bytes.extend([base.number(rank), rank as u32].map(u32::to_le_bytes).as_flattened());
         }
         Some(Self { bytes, steps_at, items_at, origins: writer.origins })
     }
@@ -201,9 +193,10 @@ impl Writer<'_> {
     fn data(&mut self, frame: &Frame, work: &Work) -> Option<()> {
         let (op, operands) = operands(work);
         let packets = !operands[1].is_empty() || !operands[3].is_empty();
-        let chunk = self.places.chunk;
-        // The packets of a chunk do not begin where those of the chunk before end, if they are padded: each chunk is a step.
-        let most = if packets && !chunk.is_multiple_of(8) { chunk } else { usize::MAX };
+        let Places { slicing, slice, .. } = *self.places;
+        // Slices do not begin where those of the chunk before end, nor do packets that are padded: each chunk is a step.
+        let is_cut = slicing.cuts() || packets && !slice.is_multiple_of(8);
+        let most = if is_cut { slice } else { usize::MAX };
         let mut start = frame.span.start;
         loop {
             let end = frame.span.end.min(start.saturating_add(most));

@@ -5,7 +5,7 @@ use antiphon_fabric::{ArenaOffsets, Rounds};
 use super::memory::Workspace;
 use crate::{
     arguments::Arguments,
-    layout::{Base, Layout, Move},
+    layout::{Base, Layout, Move, Slicing},
 };
 
 /// The address of a region's first chunk, and the distance between its chunks in bytes.
@@ -48,26 +48,6 @@ impl Tensors {
         let address = |offset| unsafe { rounds.arenas().at(rank, offset) };
         let [input, output] = offsets.map(|offset| offset.map_or(std::ptr::null_mut(), address));
         Tensors { input, output, is_symmetric: offsets.map(|offset| offset.is_some()) }
-    }
-}
-
-/// How a call is divided into launches: each handles one slice of every chunk.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Slicing {
-    /// Bytes of a chunk.
-    pub(super) chunk: usize,
-    /// Bytes of a slice of it.
-    pub(super) slice: usize,
-}
-
-impl Slicing {
-    pub(super) fn launches(&self) -> usize {
-        self.chunk.div_ceil(self.slice.max(1)).max(1)
-    }
-
-    /// Bytes of a slice; the last one may be shorter.
-    pub(super) fn len(&self, launch: usize) -> usize {
-        self.slice.min(self.chunk - launch * self.slice)
     }
 }
 

@@ -110,7 +110,7 @@ impl LoadedPlan {
         largest_chunk: Option<u64>,
     ) -> Result<Self> {
         comm.check_one_node("a plan")?;
-        let checked = Checked::new(comm, &plan, options.packets, largest_chunk);
+        let checked = Checked::new(comm, &plan, options.packets, largest_chunk, usize::MAX);
         let checked = comm.agree("cannot load its plan", checked)?;
         checked.same_everywhere(comm, &plan)?;
         let rank = comm.rank();

@@ -14,7 +14,7 @@ use antiphon_plan::{Extent, REDUCE_OPS};
 use antiphon_tensor::DType;
 
 use super::{
-    addresses::{Areas, RankAddresses, Slice, Slicing, Tensors, offsets},
+    addresses::{Areas, RankAddresses, Slice, Tensors, offsets},
     load::{Key, LoadedPlan},
     machine::{Launch, Stuck},
     memory::{SharedWorkspace, Workspace},
@@ -23,7 +23,7 @@ use crate::{
     ExecutorError,
     arguments::Arguments,
     error::Result,
-    layout::{Base, Layout, Mode, Target, compile, slot},
+    layout::{Base, Layout, Mode, Slicing, Target, compile, most_proved, slot, unit},
 };
 
 /// Bytes of a tensor, or of scratch, that go through a launch: few enough to stay in the cache, and enough for a launch's
@@ -81,28 +81,14 @@ impl LoadedPlan {
     /// # Errors
     /// [`ExecutorError::Unproved`]
     pub(crate) fn most(&self, extent: &Extent, element: usize) -> Result<usize> {
-        // Chunks are parts of tensors, and so fit into memory.
-        let chunk = extent.chunk() as usize;
-        let Some(largest) = self.largest_chunk.filter(|&largest| largest < extent.chunk()) else {
-            return Ok(chunk);
-        };
-        let multiple = |of: u64| least_common_multiple(extent.alignment(), of).unwrap_or(u64::MAX);
-        match [64, element as u64].map(multiple).into_iter().find(|&unit| unit <= largest) {
-            Some(unit) => Ok((largest / unit * unit) as usize),
-            None => Err(ExecutorError::Unproved {
-                plan: self.name.clone(),
-                largest_chunk: largest,
-                chunk: extent.chunk(),
-                multiple: multiple(element as u64),
-            }),
-        }
+        most_proved(&self.name, self.largest_chunk, extent, element)
     }
 
     /// Bytes of a slice of a chunk, for messages that are cut.
     fn slice(&self, extent: &Extent) -> usize {
         let gpu = &self.plan.gpus[self.rank];
         let chunks = gpu.input_chunks.max(gpu.output_chunks).max(self.checked.scratch_chunks).max(1);
-        let unit = least_common_multiple(extent.alignment(), 64).unwrap_or(u64::MAX);
+        let unit = unit(extent, 1, true);
         let wanted = (STAGE as u64 / chunks).max(LEAST_SLICE as u64);
         let slice = (wanted / unit).max(1).saturating_mul(unit);
         usize::try_from(slice).unwrap_or(usize::MAX)
@@ -302,8 +288,7 @@ impl LoadedPlan {
 
 impl Key {
     fn new(call: &Arguments, slicing: Slicing, chunk: usize) -> Self {
-        let sliced = slicing.slice < slicing.chunk;
-        Key { chunk, sliced, element: call.dtype.size(), in_place: call.in_place }
+        Key { chunk, sliced: slicing.cuts(), element: call.dtype.size(), in_place: call.in_place }
     }
 }
 
@@ -317,12 +302,4 @@ fn shared(comm: &Communicator) -> &SharedWorkspace {
 fn offsets_of(rounds: &Rounds, rank: usize) -> ArenaOffsets<2> {
     // SAFETY: every rank posts its offsets in this round.
     unsafe { ArenaOffsets::of_rank(rounds, rank) }
-}
-
-fn least_common_multiple(a: u64, b: u64) -> Option<u64> {
-    let (mut x, mut y) = (a, b);
-    while y > 0 {
-        (x, y) = (y, x % y);
-    }
-    (a / x).checked_mul(b)
 }

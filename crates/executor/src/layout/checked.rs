@@ -24,6 +24,8 @@ pub(crate) struct Mode {
     pub(crate) stores: Vec<Move>,
     /// Whether any chunk of any rank may have to be staged.
     pub(crate) may_stage: bool,
+    /// Whether there are chunks of the input, and of the output, that are not staged if they are where peers reach them.
+    pub(crate) shares: [bool; 2],
 }
 
 /// A plan that fits a communicator, whose operations stay within its buffers.
@@ -38,7 +40,7 @@ pub(crate) struct Checked {
 }
 
 impl Checked {
-    /// Checks a plan that is executed with packets of a kind, for chunks of up to some bytes.
+    /// Checks a plan that is executed with packets of a kind, for chunks of up to some bytes, with so much scratch.
     ///
     /// # Errors
     /// [`ExecutorError::Plan`], [`WorldSize`](ExecutorError::WorldSize), [`Buffers`](ExecutorError::Buffers) and
@@ -48,6 +50,7 @@ impl Checked {
         plan: &Plan,
         packets: PacketKind,
         largest_chunk: Option<u64>,
+        most_scratch: usize,
     ) -> Result<Self> {
         plan.check()?;
         let (ranks, world_size) = (plan.num_ranks(), comm.world_size());
@@ -60,9 +63,13 @@ impl Checked {
         let rank = Rank(comm.rank() as u32);
         let mode = |in_place| {
             let placements = Placements::new(plan, in_place);
-            let (loads, stores, may_stage) =
-                (placements.loads(rank), placements.stores(rank), placements.may_stage());
-            Mode { placements, loads, stores, may_stage }
+            Mode {
+                loads: placements.loads(rank),
+                stores: placements.stores(rank),
+                may_stage: placements.may_stage(),
+                shares: placements.shares(),
+                placements,
+            }
         };
         let apart = mode(false);
         let together = apart.placements.can_be_in_place(ranks);
@@ -78,6 +85,7 @@ impl Checked {
         digest.update(plan.to_json());
         digest.update([packets as u8]);
         digest.update(largest_chunk.unwrap_or(u64::MAX).to_le_bytes());
+        digest.update(most_scratch.to_le_bytes());
         let digest = digest.finalize().into();
         let modes = [Some(apart), together.then(|| mode(true))];
         let scratch_chunks = plan.gpus.iter().map(|gpu| gpu.scratch_chunks).max().unwrap_or(0);

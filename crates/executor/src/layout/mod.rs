@@ -7,6 +7,7 @@ mod checked;
 mod compile;
 mod placement;
 mod program;
+mod slicing;
 mod usage;
 
 pub(crate) use checked::{Checked, Mode, channels};
@@ -15,6 +16,7 @@ pub(crate) use compile::{Target, compile};
 pub(crate) use placement::Placements;
 pub(crate) use placement::{Base, Move};
 pub(crate) use program::{Frame, Layout, Operand, Program, Reduction, Signal, Step, Work, slot};
+pub(crate) use slicing::{Slicing, most_proved, unit};
 
 /// How much a packet carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

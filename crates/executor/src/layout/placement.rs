@@ -176,6 +176,17 @@ impl Placements {
         })
     }
 
+    /// Whether peers touch any rank's input, and any rank's output.
+    pub(crate) fn shares(&self) -> [bool; 2] {
+        let of = |buffer, base| {
+            (0..self.usage.len()).any(|rank| {
+                let pieces = self.pieces(Rank(rank as u32), buffer, &self.all(buffer));
+                pieces.iter().any(|piece| piece.base == base)
+            })
+        };
+        [of(BufferType::Input, Base::SharedInput), of(BufferType::Output, Base::SharedOutput)]
+    }
+
     /// What a rank copies before the plan's operations, so that every chunk's region has what the caller gave. (Where
     /// both ends turn out to be one place, there is nothing to do.)
     pub(crate) fn loads(&self, rank: Rank) -> Vec<Move> {

@@ -7,7 +7,7 @@ use antiphon_language::library::{Setting, find};
 use crate::harness::{Both, Outcome, on_gpus, proved};
 
 #[derive(Debug, thiserror::Error)]
-enum GraphError {
+pub enum GraphError {
     #[error(transparent)]
     Cuda(#[from] antiphon_device::cuda::CudaError),
     #[error(transparent)]

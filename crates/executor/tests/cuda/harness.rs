@@ -7,7 +7,7 @@ use antiphon_executor::{
     LoadedPlan, Options,
     cuda::{CudaOptions, CudaPlan},
 };
-use antiphon_fabric::{Communicator, LocalWorld};
+use antiphon_fabric::{Communicator, LocalWorld, RegisteredMemory};
 use antiphon_plan::{
     Plan,
     verify::{Memory, Options as Proof, VerifiedPlan},
@@ -15,6 +15,9 @@ use antiphon_plan::{
 use antiphon_tensor::{Device, Element, TensorView};
 
 pub type Outcome<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+/// The most elements ahead of tensors that are registered.
+const MOST_OFFSET: usize = 8;
 
 /// What a rank of a test has.
 pub struct Rank {
@@ -84,17 +87,20 @@ pub struct Both<'a> {
     pub gpu: CudaPlan,
     /// Chunks of input and output.
     chunks: [usize; 2],
-    in_place: bool,
+    /// Whether calls are in place.
+    pub in_place: bool,
 }
 
 /// A call's memory on the GPU, and what it must hold behind the call.
 pub struct Call<T> {
-    input: DeviceMemory,
-    output: DeviceMemory,
+    pub input: DeviceMemory,
+    pub output: DeviceMemory,
     counts: [usize; 2],
     /// Elements ahead of the tensors.
     offset: usize,
     expected: Vec<T>,
+    /// Whether its memory is registered, and the call relies on it.
+    pub registered: bool,
 }
 
 impl<'a> Both<'a> {
@@ -133,21 +139,43 @@ impl<'a> Both<'a> {
             output
         };
         let (input, output) = (self.upload(&given, offset)?, self.upload(&before, offset)?);
-        Ok(Call { input, output, counts, offset, expected })
+        Ok(Call { input, output, counts, offset, expected, registered: false })
     }
 
     /// A call with chunks of some elements, which the host does not do.
     pub fn unchecked<T: Element>(&self, chunk: usize) -> Outcome<Call<T>> {
         let counts = self.chunks.map(|chunks| chunks * chunk);
         let [input, output] = counts.map(|count| self.upload(&vec![T::from_f64(1.0); count], 0));
-        Ok(Call { input: input?, output: output?, counts, offset: 0, expected: Vec::new() })
+        let (input, output, expected) = (input?, output?, Vec::new());
+        Ok(Call { input, output, counts, offset: 0, expected, registered: false })
     }
 
     fn upload<T: Element>(&self, values: &[T], offset: usize) -> Outcome<DeviceMemory> {
-        let bytes = (values.len() + offset) * size_of::<T>();
+        // So that ranks may have it behind different numbers of elements, and the same number of bytes.
+        let bytes = (values.len() + offset.max(MOST_OFFSET)) * size_of::<T>();
         let memory = DeviceMemory::allocate(&self.rank.context, bytes.max(16))?;
         memory.write(&self.rank.stream, offset * size_of::<T>(), &bytes_of(values))?;
         Ok(memory)
+    }
+
+    /// Registers the memory of a call, together with the other ranks.
+    pub fn register<T>(&self, mut call: Call<T>) -> Outcome<Call<T>> {
+        let Rank { comm, context, .. } = self.rank;
+        for memory in [&call.input, &call.output] {
+            let memory = RegisteredMemory::new(comm, context, memory.pointer(), memory.len() as u64)?;
+            CudaPlan::register(comm, memory)?;
+        }
+        call.registered = true;
+        Ok(call)
+    }
+
+    /// Takes the memory of a call back, together with the other ranks.
+    pub fn unregister<T>(&self, call: &Call<T>) -> Outcome {
+        let Rank { comm, context, .. } = self.rank;
+        for memory in [&call.input, &call.output] {
+            CudaPlan::unregister(comm, context, memory.pointer())?;
+        }
+        Ok(())
     }
 
     /// Puts a call into the rank's stream.
@@ -162,12 +190,20 @@ impl<'a> Both<'a> {
             let output = |count: usize| {
                 TensorViewMut::from_raw_parts(at(&call.output), T::DTYPE, &[count], None, device).unwrap()
             };
+            let (gpu, stream) = (&self.gpu, &self.rank.stream);
             if self.in_place {
-                return self.gpu.execute_in_place(output(given.max(got)), &self.rank.stream);
+                let buffer = output(given.max(got));
+                return match call.registered {
+                    true => gpu.execute_in_place_registered(buffer, stream),
+                    false => gpu.execute_in_place(buffer, stream),
+                };
             }
             let input =
                 TensorView::from_raw_parts(at(&call.input), T::DTYPE, &[given], None, device).unwrap();
-            self.gpu.execute(input, output(got), &self.rank.stream)
+            match call.registered {
+                true => gpu.execute_registered(input, output(got), stream),
+                false => gpu.execute(input, output(got), stream),
+            }
         }
     }
 
@@ -192,6 +228,16 @@ impl<'a> Both<'a> {
                 .into())
             }
         }
+    }
+
+    /// A call on both, compared, whose tensors on the GPU are registered meanwhile.
+    pub fn compare_registered<T: Element>(&mut self, chunk: usize, offset: usize, seed: usize) -> Outcome {
+        self.prepare::<T>(chunk)?;
+        let call = self.call::<T>(chunk, offset, seed)?;
+        let call = self.register(call)?;
+        self.queue(&call)?;
+        self.check(&call, &format!("registered, {chunk} elements a chunk behind {offset}"))?;
+        self.unregister(&call)
     }
 
     /// A call on both, compared.

@@ -8,6 +8,8 @@ mod harness;
 #[path = "../plans/mod.rs"]
 mod plans;
 mod refused;
+mod registered;
+mod slices;
 
 use antiphon_executor::{PacketKind, cuda::CudaOptions};
 use antiphon_language::library::{ALGORITHMS, Algorithm, Setting};

@@ -35,14 +35,6 @@ fn plans_that_do_not_fit_are_refused_on_2() {
         );
         let error = load(if comm.rank() == 0 { &right } else { &other }).unwrap_err();
         assert!(matches!(error, ExecutorError::PlansDiffer { .. }), "{error:?}");
-        let mut small = CudaPlan::load(
-            comm,
-            context,
-            &right,
-            CudaOptions { most_scratch: 1 << 10, ..CudaOptions::default() },
-        )?;
-        let error = small.prepare(comm, DType::F32, 1 << 16).unwrap_err();
-        assert!(error.to_string().contains("exceed the 1024 bytes that are allowed"), "{error}");
         Both::load(rank, &right, CudaOptions::default())?.compare::<f32>(64, 0, 0)
     });
 }

@@ -1,10 +1,14 @@
 //! Small algorithms that together use every operation.
-#![allow(dead_code)] // each test file uses its part
+#![allow(dead_code, unused_imports)] // each test file uses its part
+
+mod in_turns;
 
 use antiphon_language::{
     Collective, DataSync, MemoryChannel, Options, Plan, PortChannel, Program, Protocol, Rank, ReduceOp,
     Result, ThreadBlockGroup,
 };
+
+pub use in_turns::in_turns;
 
 const BOTH: DataSync = DataSync::BOTH;
 

@@ -8,6 +8,8 @@ mod allocator;
 mod cuda;
 #[cfg(not(loom))]
 mod registered;
+#[cfg(not(loom))]
+mod registry;
 
 use std::sync::Arc;
 
@@ -18,6 +20,8 @@ pub(crate) use allocator::Allocator;
 pub use cuda::CudaArena;
 #[cfg(not(loom))]
 pub use registered::RegisteredMemory;
+#[cfg(not(loom))]
+pub use registry::{RegisteredTensor, Registry};
 
 use crate::{Communicator, FabricError, Operation, Signature, Written, endpoint::Endpoint};
 

@@ -15,9 +15,9 @@ use crate::{Communicator, FabricError};
 /// PCIe).
 ///
 /// Either symmetric memory ([`CudaArena`]), or memory of another library, opened with CUDA IPC by other processes and as it
-/// is by threads of the same. A caller that drops it must know that this rank's work with the peers' memory is over; a caller that frees
+/// is by threads of the same. A clone is the same memory, which is kept until the last one is dropped. A caller that drops it must know that this rank's work with the peers' memory is over; a caller that frees
 /// memory, that the peers' is.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct RegisteredMemory {
     context: Context,
     pointers: Vec<DevicePointer>,
@@ -26,10 +26,10 @@ pub struct RegisteredMemory {
 }
 
 /// The owner of the memory, which must live as long as the addresses.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 enum Kept {
     Arena(#[allow(dead_code)] Arc<CudaArena>),
-    Opened(#[allow(dead_code)] Vec<IpcMemory>),
+    Opened(#[allow(dead_code)] Arc<Vec<IpcMemory>>),
 }
 
 /// The description of a rank's memory, which it sends to the others.
@@ -92,7 +92,7 @@ impl RegisteredMemory {
         let pointers = offers.iter().enumerate().map(&mut reach).collect::<Result<_, _>>();
         let pointers =
             comm.agree("cannot open the memory of its peers", pointers.map_err(FabricError::from))?;
-        Ok(Self { context: context.clone(), pointers, len, _kept: Kept::Opened(opened) })
+        Ok(Self { context: context.clone(), pointers, len, _kept: Kept::Opened(opened.into()) })
     }
 
     /// Where the memory of `rank` begins, for this rank's device.

@@ -121,8 +121,8 @@ impl LoadedOnGpu {
         queue.run(|comm| self.with(|plan| plan.prepare(comm, dtype, num_bytes)))
     }
 
-    /// Puts an execution into a stream, in place if there is no input. The first one of a dtype and size prepares it, unless the stream is
-    /// being captured.
+    /// Puts an execution into a stream, in place if there is no input, on registered tensors or others. The first one of a dtype and size
+    /// prepares it, unless the stream is being captured.
     ///
     /// # Safety
     /// As [`CudaPlan::execute`]; the stream is one of the device.
@@ -131,11 +131,12 @@ impl LoadedOnGpu {
         queue: &Queue,
         input: Option<Tensor>,
         output: Tensor,
+        registered: bool,
         stream: RawStream,
     ) -> Outcome {
         let (input, output) = (input.map(of_numbers), of_numbers(output));
         // SAFETY: passed on.
-        let call = |plan: &mut CudaPlan| unsafe { call(plan, input, output, stream) };
+        let call = |plan: &mut CudaPlan| unsafe { call(plan, input, output, registered, stream) };
         match self.with(call) {
             Err(error @ ExecutorError::Unprepared { dtype, bytes, .. }) => {
                 // SAFETY: passed on.
@@ -165,14 +166,22 @@ impl LoadedOnGpu {
 
 /// # Safety
 /// As [`LoadedOnGpu::execute`].
-unsafe fn call(plan: &CudaPlan, input: Option<Tensor>, output: Tensor, stream: RawStream) -> Outcome {
+unsafe fn call(
+    plan: &CudaPlan,
+    input: Option<Tensor>,
+    output: Tensor,
+    registered: bool,
+    stream: RawStream,
+) -> Outcome {
     // SAFETY: the caller answers for the memory, which only the device touches, and for the stream.
     unsafe {
         let stream = plan.context().borrow_stream(stream);
         let output = output.view_mut().map_err(refused)?;
-        match input.map(|input| input.view()).transpose().map_err(refused)? {
-            Some(input) => plan.execute(input, output, stream),
-            None => plan.execute_in_place(output, stream),
+        match (input.map(|input| input.view()).transpose().map_err(refused)?, registered) {
+            (Some(input), false) => plan.execute(input, output, stream),
+            (Some(input), true) => plan.execute_registered(input, output, stream),
+            (None, false) => plan.execute_in_place(output, stream),
+            (None, true) => plan.execute_in_place_registered(output, stream),
         }
     }
 }

@@ -1,9 +1,10 @@
-//! Memory that all-reduces on GPUs need not stage.
+//! Memory that all-reduces and plans on GPUs need not stage.
 
 use antiphon::{
     device::cuda::DevicePointer,
     fabric::{Communicator, Queue, RegisteredMemory},
 };
+use antiphon_executor::cuda::CudaPlan;
 use pyo3::{exceptions::PyValueError, prelude::*};
 
 use super::{CudaBuffer, Gpu, Gpus, Outcome};
@@ -49,14 +50,16 @@ impl Gpus {
     /// Registers memory with every rank; the ranks do it together.
     pub(crate) fn register(&self, queue: &Queue, memory: &Registrable) -> Outcome {
         self.together(queue, memory.device(), |comm, gpu| {
-            let memory = match memory {
+            let peers = gpu.engine.nvlink("register_cuda")?;
+            let memory: RegisteredMemory = match memory {
                 Registrable::Buffer(buffer) => buffer.get().shared()?.into(),
                 Registrable::Array(tensor, _) => {
                     let pointer = DevicePointer(tensor.data.addr() as u64);
                     RegisteredMemory::new(comm, &gpu.context, pointer, tensor.bytes() as u64)?
                 }
             };
-            gpu.engine.nvlink("register_cuda")?.register(memory)
+            CudaPlan::register(comm, memory.clone())?;
+            peers.register(memory)
         })
     }
 
@@ -68,6 +71,7 @@ impl Gpus {
                 Registrable::Buffer(buffer) => buffer.get().shared()?.pointer(peers.rank()),
                 Registrable::Array(tensor, _) => DevicePointer(tensor.data.addr() as u64),
             };
+            CudaPlan::unregister(comm, &gpu.context, address)?;
             peers.unregister(comm, address)
         })
     }

@@ -233,6 +233,12 @@ fn no_stream(stream: RawStream) -> Error {
     PyValueError::new_err(format!("execute: host memory has no stream {stream}")).into()
 }
 
+#[cold]
+fn not_registered() -> Error {
+    let text = "execute: registered is for plans on GPUs: on the host, arrays of shared buffers are not staged without it";
+    PyValueError::new_err(text).into()
+}
+
 /// Executes a plan on the host, in place if there is no input.
 ///
 /// # Safety
@@ -289,12 +295,13 @@ impl Plan {
     }
 
     #[doc = stub!("Plan.execute")]
-    #[pyo3(signature = (x, out = None, *, stream = None))]
+    #[pyo3(signature = (x, out = None, *, registered = false, stream = None))]
     fn execute<'py>(
         &self,
         py: Python<'py>,
         x: &Bound<'py, PyAny>,
         out: Option<&Bound<'py, PyAny>>,
+        registered: bool,
         stream: Option<RawStream>,
     ) -> Result<Bound<'py, PyAny>> {
         let queue = self.queue()?;
@@ -302,6 +309,7 @@ impl Plan {
         let (input, output) = (operands.input.as_ref().map(|read| read.tensor), operands.output.tensor);
         match (&self.loaded, stream) {
             (Loaded::Host(_), Some(stream)) => return Err(no_stream(stream)),
+            (Loaded::Host(_), None) if registered => return Err(not_registered()),
             (Loaded::Host(loaded), None) => interrupt::detached(py, || {
                 queue.run(|comm| {
                     let mut loaded = loaded.lock().unwrap_or_else(PoisonError::into_inner);
@@ -314,7 +322,9 @@ impl Plan {
                 let stream = given.or(operands.output.stream).unwrap_or(0);
                 // SAFETY: libraries give memory back in the order of the stream that they work on, which this is; of another
                 // one the caller answers for the order, as the stub says.
-                interrupt::detached(py, || unsafe { gpu.execute(&queue, input, output, stream) })?;
+                interrupt::detached(py, || unsafe {
+                    gpu.execute(&queue, input, output, registered, stream)
+                })?;
                 gpu.keep_stream(py, stream)?;
             }
         }

@@ -1,0 +1,197 @@
+//! What a plan has for each size that it is prepared for.
+
+use antiphon_device::cuda::DeviceMemory;
+use antiphon_fabric::{Communicator, FabricError, Operation, Signature, gpu::MAX_WORLD};
+use antiphon_operation::Count;
+use antiphon_plan::Extent;
+use antiphon_tensor::DType;
+
+use super::{
+    bases::Bases,
+    family::PlanCall,
+    memory::{Arenas, Places},
+    plan::CudaPlan,
+    table::{Item, Table},
+};
+use crate::{
+    ExecutorError,
+    error::Result,
+    layout::{Base, Mode, Move, Program, Slicing, Target, compile},
+};
+
+/// The bits of a signature's algorithm.
+const IN_PLACE: u8 = 1;
+const REGISTERED: u8 = 2;
+const LAST_PART: u8 = 4;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Key {
+    pub(super) dtype: DType,
+    pub(super) chunk: usize,
+    pub(super) in_place: bool,
+}
+
+/// A size for which the plan is ready.
+pub(super) struct Prepared {
+    pub(super) key: Key,
+    pub(super) signature: Signature,
+    pub(super) slicing: Slicing,
+    /// The launches of a whole slice, and the last one if its slice is shorter.
+    pub(super) parts: Vec<Part>,
+    /// Where all ranks stage inputs and outputs, and where staging begins.
+    pub(super) staging: [[u64; MAX_WORLD]; 3],
+    /// Copies before the first launch and behind the last one.
+    pub(super) loads: Vec<Copy>,
+    pub(super) stores: Vec<Copy>,
+}
+
+/// What launches of one size of slices have in common.
+pub(super) struct Part {
+    pub(super) program: Program,
+    pub(super) origins: Vec<Option<(u32, u32)>>,
+    pub(super) call: PlanCall,
+    _table: DeviceMemory,
+    _arenas: Arenas,
+}
+
+/// Bytes to copy between tensors and staging.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Copy {
+    pub(super) from: Item,
+    pub(super) to: Item,
+    pub(super) bytes: usize,
+}
+
+impl Prepared {
+    /// The part of a launch.
+    pub(super) fn part(&self, launch: usize) -> &Part {
+        let is_whole = self.slicing.len(launch) == self.slicing.slice;
+        &self.parts[if is_whole { 0 } else { self.parts.len() - 1 }]
+    }
+
+    /// What ranks agree on in a launch, if registered tensors are in the places of a digest.
+    pub(super) fn signature(&self, launch: usize, places: Option<u32>) -> Signature {
+        let algorithm = [
+            (self.key.in_place, IN_PLACE),
+            (places.is_some(), REGISTERED),
+            (self.slicing.cuts() && launch + 1 == self.slicing.launches(), LAST_PART),
+        ];
+        Signature {
+            algorithm: algorithm.into_iter().filter(|(holds, _)| *holds).map(|(_, bit)| bit).sum(),
+            count: Count::placed(self.signature.count, places),
+            ..self.signature
+        }
+    }
+
+    /// The part of which a signature tells, if it is of this size.
+    pub(super) fn part_of(&self, told: &Signature) -> Option<&Part> {
+        let (count, _) = Count::of_placed(told.count);
+        let algorithm = told.algorithm & IN_PLACE;
+        let is_this = Signature { algorithm, count, ..*told } == self.signature;
+        let part = if told.algorithm & LAST_PART == 0 { self.parts.first() } else { self.parts.last() };
+        part.filter(|_| is_this)
+    }
+}
+
+impl CudaPlan {
+    pub(super) fn mode(&self, in_place: bool) -> &Mode {
+        self.checked.modes[usize::from(in_place)].as_ref().expect("it was asked for")
+    }
+
+    fn program(&self, key: &Key, extent: Extent, sliced: bool) -> Result<Program> {
+        compile(Target {
+            plan: &self.plan,
+            wiring: &self.wiring,
+            placements: &self.mode(key.in_place).placements,
+            rank: self.rank,
+            packets: self.options.packets,
+            element: key.dtype.size(),
+            extent,
+            sliced,
+        })
+    }
+
+    /// Makes the plan ready for a size. All ranks call it together.
+    pub(super) fn prepare_size(&mut self, comm: &Communicator, key: Key, extent: &Extent) -> Result<()> {
+        const PROBLEM: &str = "cannot prepare its plan";
+        let slicing = comm.agree(PROBLEM, self.slicing(key.dtype, extent))?;
+        let areas = comm.agree(PROBLEM, self.areas(slicing, key.in_place))?;
+        let mut lens: Vec<_> = [0, slicing.launches() - 1].map(|launch| slicing.len(launch)).into();
+        lens.dedup();
+        let [input, _] = self.chunks();
+        let mut prepared = Prepared {
+            key,
+            signature: Signature {
+                dtype: Some(key.dtype),
+                algorithm: if key.in_place { IN_PLACE } else { 0 },
+                detail: self.digest,
+                count: input * key.chunk as u64 / key.dtype.size() as u64,
+                ..Signature::new(Operation::ExecutePlan)
+            },
+            slicing,
+            parts: Vec::new(),
+            staging: [[0; MAX_WORLD]; 3],
+            loads: Vec::new(),
+            stores: Vec::new(),
+        };
+        for slice in lens {
+            let program = self.program(&key, extent.part(slice as u64), slicing.cuts());
+            let program = comm.agree(PROBLEM, program)?;
+            let arenas = self.memory.workspace.reserve(comm, &self.context, &areas)?;
+            let places = Places {
+                rank: self.rank,
+                counters: &self.memory.counters,
+                writers: &self.writers,
+                arenas: &arenas,
+                areas,
+                slicing,
+                slice,
+            };
+            let copies = |moves: &[Move]| moves.iter().map(|each| copy(each, &places)).collect();
+            let mode = self.mode(key.in_place);
+            (prepared.loads, prepared.stores) = (copies(&mode.loads), copies(&mode.stores));
+            prepared.staging = places.staging();
+            let loaded = self.load_table(&program, &places);
+            let (origins, call, table) = comm.agree(PROBLEM, loaded)?;
+            prepared.parts.push(Part { program, origins, call, _table: table, _arenas: arenas });
+        }
+        self.memory.prepared.push(prepared);
+        Ok(())
+    }
+
+    /// Puts the table of a program into device memory.
+    fn load_table(&self, program: &Program, places: &Places<'_>) -> Result<Loaded> {
+        let table = Table::new(program, places).ok_or_else(|| ExecutorError::Buffers {
+            plan: self.name.clone(),
+            what: format!("too many steps for chunks of {} bytes", places.slice),
+        })?;
+        let memory = DeviceMemory::allocate(&self.context, table.bytes.len()).map_err(FabricError::from)?;
+        let stream = self.context.stream().map_err(FabricError::from)?;
+        memory.write(&stream, 0, &table.bytes).map_err(FabricError::from)?;
+        let at = memory.pointer().0;
+        let [packets, packet_bytes] = places.packets();
+        let call = PlanCall {
+            starts: at,
+            steps: at + table.steps_at as u64,
+            items: at + table.items_at as u64,
+            flags: places.flags(),
+            cleared: places.cleared(),
+            packets,
+            packet_bytes,
+            bases: Bases::none(),
+        };
+        Ok((table.origins, call, memory))
+    }
+}
+
+/// The origins of a table's steps, what a launch passes of it, and its memory.
+type Loaded = (Vec<Option<(u32, u32)>>, PlanCall, DeviceMemory);
+
+/// A move of chunks as a copy of bytes.
+fn copy(each: &Move, places: &Places<'_>) -> Copy {
+    let end = |(region, chunk): (Base, u64)| {
+        let (base, at, stride) = places.region(places.rank, region);
+        Item { at: at + chunk * stride as u64, base, rank: places.rank }
+    };
+    Copy { from: end(each.from), to: end(each.to), bytes: each.chunks as usize * places.slicing.chunk }
+}
