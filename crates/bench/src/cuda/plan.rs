@@ -127,9 +127,11 @@ impl Bench<'_> {
         let planned = Plain::on(&tensors, "plan", |tensors, stream| {
             let (input, output) = (tensors.input.view(), tensors.output.view_mut());
             // SAFETY: `time` waits for the stream, and drops the graph, before the tensors are dropped.
-            Ok(match self.how.registered {
-                true => unsafe { loaded.execute_registered(input, output, stream) },
-                false => unsafe { loaded.execute(input, output, stream) },
+            Ok(unsafe {
+                match self.how.registered {
+                    true => loaded.execute_registered(input, output, stream),
+                    false => loaded.execute(input, output, stream),
+                }
             }?)
         });
         let planned = self.time(planned, loaded, larger)?;
