@@ -10,7 +10,7 @@ use antiphon_tensor::{TensorError, TensorView, TensorViewMut};
 
 use super::{
     bases::Bases,
-    family::{InterpreterKernel, PlanCall},
+    family::{Entry, PlanCall},
     plan::{CudaPlan, check_room},
     prepared::{Copy, Key, Prepared},
     report::waiting,
@@ -127,13 +127,14 @@ impl CudaPlan {
         shared: Option<Shared>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        let (family, explain) = (self.family(prepared.key.dtype), |error| self.explain(tenant, error));
+        let explain = |error| self.explain(tenant, error);
         let [staged_input, staged_output, staging] = prepared.staging;
         let places = shared.map(|shared| shared.places);
         let shared = shared.map_or([staged_input, staged_output], |shared| shared.at);
         let bases = Bases::new([call.input as u64, call.output as u64], shared, staging);
         let blocks = prepared.part(0).program.blocks.len().max(1);
-        let loaded = tenant.ready(family, stream).map_err(explain)?;
+        let family = &prepared.part(0).family;
+        tenant.ready(family.clone(), stream).map_err(explain)?;
         // A stream may have some of the multiprocessors only.
         check_room(&self.plan, blocks, self.per_multiprocessor, tenant.multiprocessors_here())?;
         let copy_all = |copies: &[Copy]| {
@@ -150,8 +151,10 @@ impl CudaPlan {
         copy_all(&prepared.loads)?;
         for number in 0..prepared.slicing.launches() {
             let bases = bases.behind(number * prepared.slicing.slice);
+            let family = &prepared.part(number).family;
+            let loaded = tenant.load_entered(family.clone(), stream).map_err(explain)?;
             let launch = |_, _, _| Launch {
-                kernel: InterpreterKernel::Interpret,
+                kernel: Entry::Execute,
                 grid: Grid::Exact {
                     config: family.blocks(blocks as u32, tenant.world_size()),
                     is_small: false,

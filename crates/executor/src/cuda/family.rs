@@ -1,17 +1,20 @@
-//! The family of the interpreter: one program for each dtype, form of packets and size of block.
+//! The family of the kernels that execute plans: one program for each dtype, form of packets and size of block, and for the shapes of a
+//! plan's blocks if it is compiled.
+
+use std::{fmt, sync::Arc};
 
 use antiphon_device::cuda::{KernelArgument, Program};
 use antiphon_fabric::gpu::{Family, Source, kernels};
 use antiphon_plan::{REDUCE_OPS, ReduceOp};
 use antiphon_tensor::DType;
 
-use super::{bases::Bases, table::Kind};
+use super::{bases::Bases, listing::Kind};
 use crate::PacketKind;
 
 kernels! {
-    /// The kernel of `interpreter.cuh`.
-    pub(super) enum InterpreterKernel {
-        Interpret = "interpret",
+    /// The kernel of a plan.
+    pub(super) enum Entry {
+        Execute = "execute",
     }
 }
 
@@ -19,7 +22,7 @@ kernels! {
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(super) struct PlanCall {
-    pub(super) starts: u64,
+    pub(super) blocks: u64,
     pub(super) steps: u64,
     pub(super) items: u64,
     pub(super) flags: u64,
@@ -38,35 +41,65 @@ pub(super) fn operator(op: Option<ReduceOp>) -> u32 {
     place.map_or(0, |place| place as u32 + 1)
 }
 
-/// The interpreter of plans, for tensors of a dtype.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Interpreter {
+/// The operator's name in the kernel.
+pub(super) fn operator_name(operator: u32) -> String {
+    let op = (operator as usize).checked_sub(1).map(|place| REDUCE_OPS[place]);
+    format!("OPERATOR_{}", op.map_or("NONE".to_owned(), |op| op.name().to_uppercase()))
+}
+
+/// The program that executes plans, for tensors of a dtype.
+#[derive(Clone, PartialEq, Eq)]
+pub(super) struct PlanFamily {
     element: DType,
     packets: PacketKind,
     per_multiprocessor: u32,
+    /// What is compiled for a plan; none is the interpreter, which serves all.
+    compiled: Option<Arc<str>>,
 }
 
-impl Interpreter {
+impl fmt::Debug for PlanFamily {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { element, packets, per_multiprocessor, .. } = self;
+        let form = self.form();
+        write!(f, "PlanFamily {{ {form}, {element}, {packets:?}, {per_multiprocessor} }}")
+    }
+}
+
+impl PlanFamily {
     /// The threads that the blocks of a grid on a multiprocessor have together.
     pub(super) const THREADS: u32 = 512;
     /// The most blocks of a grid on a multiprocessor.
     pub(super) const MOST_PER_MULTIPROCESSOR: u32 = 4;
 
     /// For grids of up to `per_multiprocessor` blocks on each multiprocessor: 1, 2 or 4. The more there are, the fewer threads they
-    /// have; two grids leave a thread 64 registers.
-    pub(super) fn new(element: DType, packets: PacketKind, per_multiprocessor: u32) -> Self {
-        Self { element, packets, per_multiprocessor }
+    /// have; two grids leave a thread 64 registers. The kernel is `compiled`, or else the interpreter.
+    pub(super) fn new(
+        element: DType,
+        packets: PacketKind,
+        per_multiprocessor: u32,
+        compiled: Option<Arc<str>>,
+    ) -> Self {
+        Self { element, packets, per_multiprocessor, compiled }
+    }
+
+    /// The name of its form.
+    pub(super) fn form(&self) -> &'static str {
+        if self.compiled.is_some() { "compiled" } else { "interpreted" }
     }
 }
 
-impl Family for Interpreter {
-    type Kernel = InterpreterKernel;
+impl Family for PlanFamily {
+    type Kernel = Entry;
     type Arguments = PlanCall;
-    const NAME: &'static str = "plan_interpreter.cuh";
+    const NAME: &'static str = "plan.cuh";
     const SOURCES: &'static [Source] = &[
         Source { name: "executor/ops.cuh", text: include_str!("ops.cuh") },
-        Source { name: "executor/interpreter.cuh", text: include_str!("interpreter.cuh") },
+        Source { name: "executor/steps.cuh", text: include_str!("steps.cuh") },
     ];
+
+    fn source(&self) -> &str {
+        self.compiled.as_deref().unwrap_or(include_str!("interpreter.cuh"))
+    }
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
         let element = match self.element {
@@ -83,11 +116,8 @@ impl Family for Interpreter {
         let program = program.define("ELEMENT", element).define("PAYLOAD", self.packets.payload());
         let program =
             Kind::ALL.iter().fold(program, |program, kind| program.define(kind.name(), *kind as u32));
-        let operators = [None].into_iter().chain(REDUCE_OPS.map(Some));
-        operators.fold(program, |program, op| {
-            let name = op.map_or("NONE".to_owned(), |op| op.name().to_uppercase());
-            program.define(&format!("OPERATOR_{name}"), operator(op))
-        })
+        let operators = 0..=REDUCE_OPS.len() as u32;
+        operators.fold(program, |program, operator| program.define(&operator_name(operator), operator))
     }
 
     fn threads(&self) -> u32 {

@@ -1,43 +1,77 @@
-// The kernel that executes plans: every thread of a block goes through the block's steps. Behind ops.cuh. The page of the Rust module
-// says why it ends.
+// The kernel that interprets plans: every thread of a block goes through the block's steps in the table. Behind steps.cuh. The page of
+// the Rust module says why it ends.
 
-// Adds one to some counters: behind what the threads of the block did before they last met.
-DEVICE void add(const launch& l) {
+// A thread's view of a step. Registers are what this kernel has least of, so it holds what cannot be found again.
+struct launch {
+    const arguments& a;
+    const plan_call& p;
+    const plan_step* step;
+
+    DEVICE const plan_item& item(u32 index) const { return p.items[step->first + index]; }
+    DEVICE u64 place(u32 index) const { return address_of(p, item(index)); }
+    DEVICE u64 number() const { return step - p.steps + 1; }
+};
+
+// Does some bytes of a step without packets, in vectors of the first source.
+DEVICE void do_plain(const launch& l, work_range part) {
+    const plan_step& s = *l.step;
+    const i64 end = part.end, begin = part.begin - (l.place(0) + part.begin) % 16;
+    u32 first = thread() == 0 ? (u32)(part.begin - begin) : 0; // of the vector's bytes
+#pragma unroll 1
+    for (i64 at = begin + thread() * 16; at < end; at += THREADS * 16, first = 0) {
+        const u32 last = (u32)min((i64)16, end - at);
+        bytes<16> v;
+        reduced<16> value;
+#pragma unroll 1
+        for (u32 source = 0; source < s.counts[0]; ++source) {
+            v = load_part<16>(l.place(source) + at, first, last);
+            if (source == 0) value.begin(v);
+            else value.add(s.detail, v);
+        }
+        if (s.detail != OPERATOR_NONE) v = value.end(); // else there is one source
+#pragma unroll 1
+        for (u32 to = s.counts[0]; to < items_of(s); ++to) store_part<16>(l.place(to) + at, v, first, last);
+    }
+}
+
+// Does a step with packets from a round on: each thread does as many bytes in a round as whole packets and whole elements have. Every
+// turn of a loop does all, as packets carry no turn. False for a warp that has to wait.
+DEVICE bool do_packets(const launch& l, u32& round, awaited& w) {
+    constexpr u32 UNIT = sizeof(T) > PAYLOAD ? sizeof(T) : PAYLOAD;
     const plan_step& s = *l.step;
 #pragma unroll 1
-    for (u32 i = thread(); i < s.counts[0]; i += THREADS) {
-        u64* count = &((plan_counter*)l.item(i).at)->count;
-        if (s.kind == STEP_RELEASE) atom_add_acq_rel_gpu(count, (u64)1);
-        else if (s.detail) red_add_relaxed_sys(count, (u64)1);
-        else red_add_release_sys(count, (u64)1);
+    for (;; ++round) {
+        const u64 end = min(s.share[1], s.span[1]), at = max(s.share[0], s.span[0]) + ((u64)round * THREADS + thread()) * UNIT;
+        if (at - thread() % 32 * UNIT >= end) return true;
+        const u32 count = at < end ? (u32)min((u64)UNIT, end - at) : 0, flag = of_launch().flag;
+        bytes<UNIT> v;
+        reduced<UNIT> value;
+        u32 absent = ~0u; // a source that has not come
+#pragma unroll 1
+        for (u32 source = 0; source < sources_of(s); ++source) {
+            if (source < s.counts[0]) v = load_part<UNIT>(l.place(source) + at, 0, count);
+            else {
+                const u64 from = l.place(source) + at * 2;
+                const auto note = [&](u32 k, u64) { absent = source, w.place = from + k * 8; };
+                load_words<UNIT>(from, flag, count).take(flag, v, note);
+            }
+            if (source == 0) value.begin(v);
+            else value.add(s.detail, v);
+        }
+        if (!__all_sync(WHOLE_WARP, absent == ~0u)) {
+            w.what = absent == ~0u ? until::NOW : until::PACKET;
+            w.expected = flag;
+            if (absent != ~0u) w.peer = l.item(absent).rank;
+            return false;
+        }
+        if (count == 0) continue;
+        if (s.detail != OPERATOR_NONE) v = value.end(); // else there is one source
+#pragma unroll 1
+        for (u32 to = sources_of(s); to < items_of(s); ++to) {
+            if (to < items_of(s) - s.counts[3]) store_part<UNIT>(l.place(to) + at, v, 0, count);
+            else store_packets<UNIT>(l.place(to) + at * 2, flag, v, count);
+        }
     }
-}
-
-// Takes one from each of some counters, each thread one in a round, and has to wait for those.
-DEVICE bool take(const launch& l, u32& round, awaited& w) {
-    const plan_step& s = *l.step;
-    const u32 i = round * THREADS + thread();
-    if (i - thread() % 32 >= s.counts[0]) return true;
-    w.what = until::NOW;
-    if (i < s.counts[0]) {
-        plan_counter* counter = (plan_counter*)l.item(i).at;
-        w.what = s.kind == STEP_ACQUIRE ? until::COUNT_HERE : until::COUNT;
-        w.place = (u64)&counter->count, w.expected = atomicAdd(&counter->taken, 1ull) + 1, w.peer = l.item(i).rank;
-    }
-    ++round;
-    return false;
-}
-
-// Arrives at a barrier, once; the block's first warp has to wait until as many blocks have arrived as meet there.
-DEVICE bool arrive(const launch& l, u32& round, awaited& w) {
-    if (round != 0 || thread() >= 32) return true;
-    const u32 of = l.step->detail;
-    u64* count = &((plan_counter*)l.item(0).at)->count;
-    u64 last = 0;
-    if (thread() == 0) last = atom_add_acq_rel_gpu(count, (u64)1) / of * of + of;
-    w = awaited{until::COUNT_HERE, l.a.rank, (u64)count, __shfl_sync(WHOLE_WARP, last, 0)};
-    round = 1;
-    return false;
 }
 
 constexpr u32 NO_LOOP = ~0u;
@@ -78,55 +112,29 @@ DEVICE work_range part_of_turn(const plan_call& p, const plan_step& s) {
     return work_range{max(begin, s.span[0]), min(end, s.span[1])};
 }
 
-// Flags begin anew after 2^32 - 1 launches. Packets are cleared at the end of the last of them, when all blocks of this rank have
-// ended, and once more behind the first launch of the new round: until all ranks have met in that, packets of the round before that
-// nobody reads may arrive. No peer sends packets of the next launch before this rank has come to it.
-DEVICE bool clears(u32 flag) { return flag == ~0u || flag == 1; }
-DEVICE void clear_packets(const launch& l) {
-#pragma unroll 1
-    for (u64 at = grid_thread() * 16; at < l.p.packet_bytes; at += grid_threads() * 16)
-        store<16>((u64)l.p.packets + at, bytes<16>{});
-}
-
 // Does a step that is no meeting of threads, from a round on. False for a warp that has to wait and to come again.
 DEVICE bool work(const launch& l, u32& round, awaited& w) {
-    const u32 kind = l.step->kind;
-    if (kind == STEP_WAIT || kind == STEP_ACQUIRE) return take(l, round, w);
+    const plan_step& s = *l.step;
+    const u32 kind = s.kind;
+    if (kind == STEP_WAIT || kind == STEP_ACQUIRE) return take(l, kind, s.counts[0], round, w);
     if (kind == STEP_ARRIVE) return arrive(l, round, w);
-    if (kind == STEP_PLAIN) return do_plain(l, part_of_turn(l.p, *l.step)), true;
+    if (kind == STEP_PLAIN) return do_plain(l, part_of_turn(l.p, s)), true;
     if (kind == STEP_PACKETS) return do_packets(l, round, w);
-    if (kind == STEP_CLEAR) return clear_packets(l), true;
-    return add(l), true;
-}
-
-// All ranks have come to this launch, so that their earlier ones are over and their inputs are in place. Each block waits for the tags
-// of all peers. False for a thread that gave up.
-DEVICE bool meet_ranks(const arguments& a, const turn& t) {
-    if (has_tag()) fence_sys(); // ahead of the tag: pairs with the fence behind the peers' loads of it
-    if (!advance(a, t, 0, 0)) return false;
-    if (threadIdx.x >= PEERS) return true;
-    const bool agrees = reader(a, t).agrees(rank_of(a, threadIdx.x));
-    fence_sys(); // pairs with the fence ahead of the peer's tag
-    return agrees;
+    if (kind == STEP_CLEAR) return clear_packets(l.p), true;
+    return add(l, kind, s.detail != 0, s.counts[0]), true;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-interpret(const __grid_constant__ arguments a, const __grid_constant__ plan_call p) {
+execute(const __grid_constant__ arguments a, const __grid_constant__ plan_call p) {
     pdl_wait();
     const block_end end(a);
-    const turn t = begin(a, load_control(a));
-    const u32 flag = max(p.flags[blockIdx.x] + 1, 1u);
-    if (__syncthreads_or(!meet_ranks(a, t))) return;
-    if (threadIdx.x == 0) {
-        of_launch() = numbers{t.slot, flag};
-        p.flags[blockIdx.x] = flag;
-    }
+    if (!begin_launch(a, p)) return;
     set_loop(NO_LOOP, 0);
     __syncthreads();
 
     // A warp that has given up does nothing until the block's threads meet, and then the block ends.
     bool has_failed = false;
-    launch l{a, p, p.steps + p.starts[blockIdx.x]};
+    launch l{a, p, p.steps + p.blocks[blockIdx.x].first_step};
     for (; l.step->kind != STEP_END; l.step = behind(p, l.step)) {
         const u32 kind = l.step->kind;
         if (kind == STEP_MEET) {

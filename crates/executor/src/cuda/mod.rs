@@ -107,8 +107,10 @@
 mod bases;
 mod call;
 mod collection;
+mod compiled;
 mod family;
 mod kernel;
+mod listing;
 #[cfg(test)]
 mod machine_code;
 mod memory;
@@ -121,5 +123,6 @@ mod table;
 mod tenants;
 
 pub use collection::{AlgorithmCollection, Explained};
+pub use compiled::Form;
 pub use kernel::{KernelNeeds, PlanKernel};
 pub use plan::{CudaOptions, CudaPlan};

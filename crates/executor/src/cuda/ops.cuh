@@ -49,9 +49,15 @@ struct alignas(16) plan_counter {
     u64 count, taken;
 };
 
+// Where the steps of a thread block are, and their items. Rust's `RawBlock` has the same layout.
+struct alignas(16) plan_block {
+    u32 first_step, first_item, steps, items;
+    u32 shape; // which case of a compiled kernel does them
+};
+
 // What steps share. Rust's `PlanCall` has the same layout.
 struct plan_call {
-    const u32* starts;      // the first step of each block
+    const plan_block* blocks;
     const plan_step* steps;
     const plan_item* items;
     u32* flags;             // of the last launch: a copy for each block
@@ -61,19 +67,8 @@ struct plan_call {
     u64 bases[3 + 3 * MAX_WORLD]; // where tensors begin in this launch: this rank's, all ranks' shared ones, and all ranks' staging
 };
 
-// A thread's view of a launch. Registers are what this kernel has least of, so it holds what cannot be found again.
-struct launch {
-    const arguments& a;
-    const plan_call& p;
-    const plan_step* step;
-
-    DEVICE const plan_item& item(u32 index) const { return p.items[step->first + index]; }
-
-    DEVICE u64 place(u32 index) const {
-        const plan_item& it = item(index);
-        return it.at + p.bases[it.base];
-    }
-};
+// Where an operand is in this launch.
+DEVICE u64 address_of(const plan_call& p, const plan_item& it) { return it.at + p.bases[it.base]; }
 
 // Of the launch: where the tags are, and the flag.
 struct numbers {
@@ -106,18 +101,6 @@ struct awaited {
         return (i64)(seen - expected) >= 0;
     }
 };
-
-// Waits for all threads of the warp. The report tells the step.
-DEVICE bool wait(const launch& l, const awaited& w) {
-    turn t{};
-    t.slot = of_launch().slot;
-    const u64 expected = w.what == until::NOW ? 0 : w.expected;
-    return reader(l.a, t).wait_for<true>(expected, [&](u32& missing, tag& seen) {
-        const bool has_come = w.has_come(seen.low);
-        if (!has_come) missing = w.peer, seen.high = l.step - l.p.steps + 1;
-        return has_come;
-    });
-}
 
 // ---------------------------------------------------------------------------------------------------------- bytes
 
@@ -198,26 +181,36 @@ template <u32 BYTES> DEVICE void store_part(u64 to, const bytes<BYTES>& v, u32 b
 
 // -------------------------------------------------------------------------------------------------------- packets
 
-// Loads the packets of the first `count` bytes. False if a word has another flag: `missing` is its place.
-template <u32 BYTES> DEVICE bool load_packets(u64 from, u32 flag, bytes<BYTES>& v, u32 count, u64& missing) {
-    u64 words[BYTES / 4];
+// The words of the packets of some bytes.
+template <u32 BYTES> struct packet_words {
+    u64 word[BYTES / 4];
+
+    // Takes the bytes. False if a word has another flag, and then calls `absent` with its index and the word.
+    template <class Absent> DEVICE bool take(u32 flag, bytes<BYTES>& v, Absent absent) const {
+        bool complete = true;
 #pragma unroll
-    for (u32 k = 0; k < BYTES / 4; ++k) words[k] = (u64)flag << 32;
+        for (u32 k = 0; k < BYTES / 4; ++k) {
+            v.word[k] = (u32)word[k];
+            if ((u32)(word[k] >> 32) != flag) complete = false, absent(k, word[k]);
+        }
+        return complete;
+    }
+};
+
+// Loads the packets of the first `count` bytes; those of the others count as there.
+template <u32 BYTES> DEVICE packet_words<BYTES> load_words(u64 from, u32 flag, u32 count) {
+    packet_words<BYTES> w;
+#pragma unroll
+    for (u32 k = 0; k < BYTES / 4; ++k) w.word[k] = (u64)flag << 32;
     if constexpr (PAYLOAD == 8) {
         if (count != 0)
-            asm volatile("ld.volatile.global.v2.u64 {%0,%1}, [%2];" : "=l"(words[0]), "=l"(words[1]) : "l"(from) : "memory");
+            asm volatile("ld.volatile.global.v2.u64 {%0,%1}, [%2];" : "=l"(w.word[0]), "=l"(w.word[1]) : "l"(from) : "memory");
     } else {
 #pragma unroll
         for (u32 k = 0; k < BYTES / 4; ++k)
-            if (k * 4 < count) asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(words[k]) : "l"(from + k * 8) : "memory");
+            if (k * 4 < count) asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(w.word[k]) : "l"(from + k * 8) : "memory");
     }
-    bool complete = true;
-#pragma unroll
-    for (u32 k = 0; k < BYTES / 4; ++k) {
-        v.word[k] = (u32)words[k];
-        if ((u32)(words[k] >> 32) != flag) complete = false, missing = from + k * 8;
-    }
-    return complete;
+    return w;
 }
 
 template <u32 BYTES> DEVICE void store_packets(u64 to, u32 flag, const bytes<BYTES>& v, u32 count) {
@@ -277,15 +270,16 @@ template <u32 BYTES, class E = T, bool WIDE = sizeof(E) == 2> struct reduced {
     }
 };
 template <u32 BYTES, class E> struct reduced<BYTES, E, true> {
-    float_pair sum[BYTES / 4];
+    static constexpr u32 WORDS = (BYTES + 3) / 4; // of a single element the upper half is zero
+    float_pair sum[WORDS];
 
     DEVICE void begin(const bytes<BYTES>& v) {
 #pragma unroll
-        for (u32 k = 0; k < BYTES / 4; ++k) sum[k] = pairs<E>::widen(v.word[k]);
+        for (u32 k = 0; k < WORDS; ++k) sum[k] = pairs<E>::widen(v.word[k]);
     }
     DEVICE void add(u32 op, const bytes<BYTES>& v) {
 #pragma unroll
-        for (u32 k = 0; k < BYTES / 4; ++k) {
+        for (u32 k = 0; k < WORDS; ++k) {
             const float_pair more = pairs<E>::widen(v.word[k]);
             sum[k] = float_pair{combine(op, sum[k].first, more.first), combine(op, sum[k].second, more.second)};
         }
@@ -293,67 +287,7 @@ template <u32 BYTES, class E> struct reduced<BYTES, E, true> {
     DEVICE bytes<BYTES> end() const {
         bytes<BYTES> result;
 #pragma unroll
-        for (u32 k = 0; k < BYTES / 4; ++k) result.word[k] = pairs<E>::narrow(sum[k].first, sum[k].second);
+        for (u32 k = 0; k < WORDS; ++k) result.word[k] = pairs<E>::narrow(sum[k].first, sum[k].second);
         return result;
     }
 };
-
-// ---------------------------------------------------------------------------------------------------------- steps
-
-// Does some bytes of a step without packets, in vectors of the first source.
-DEVICE void do_plain(const launch& l, work_range part) {
-    const plan_step& s = *l.step;
-    const i64 end = part.end, begin = part.begin - (l.place(0) + part.begin) % 16;
-    u32 first = thread() == 0 ? (u32)(part.begin - begin) : 0; // of the vector's bytes
-#pragma unroll 1
-    for (i64 at = begin + thread() * 16; at < end; at += THREADS * 16, first = 0) {
-        const u32 last = (u32)min((i64)16, end - at);
-        bytes<16> v;
-        reduced<16> value;
-#pragma unroll 1
-        for (u32 source = 0; source < s.counts[0]; ++source) {
-            v = load_part<16>(l.place(source) + at, first, last);
-            if (source == 0) value.begin(v);
-            else value.add(s.detail, v);
-        }
-        if (s.detail != OPERATOR_NONE) v = value.end(); // else there is one source
-#pragma unroll 1
-        for (u32 to = s.counts[0]; to < items_of(s); ++to) store_part<16>(l.place(to) + at, v, first, last);
-    }
-}
-
-// Does a step with packets from a round on: each thread does as many bytes in a round as whole packets and whole elements have. Every
-// turn of a loop does all, as packets carry no turn. False for a warp that has to wait.
-DEVICE bool do_packets(const launch& l, u32& round, awaited& w) {
-    constexpr u32 UNIT = sizeof(T) > PAYLOAD ? sizeof(T) : PAYLOAD;
-    const plan_step& s = *l.step;
-#pragma unroll 1
-    for (;; ++round) {
-        const u64 end = min(s.share[1], s.span[1]), at = max(s.share[0], s.span[0]) + ((u64)round * THREADS + thread()) * UNIT;
-        if (at - thread() % 32 * UNIT >= end) return true;
-        const u32 count = at < end ? (u32)min((u64)UNIT, end - at) : 0, flag = of_launch().flag;
-        bytes<UNIT> v;
-        reduced<UNIT> value;
-        u32 absent = ~0u; // a source that has not come
-#pragma unroll 1
-        for (u32 source = 0; source < sources_of(s); ++source) {
-            if (source < s.counts[0]) v = load_part<UNIT>(l.place(source) + at, 0, count);
-            else if (!load_packets<UNIT>(l.place(source) + at * 2, flag, v, count, w.place)) absent = source;
-            if (source == 0) value.begin(v);
-            else value.add(s.detail, v);
-        }
-        if (!__all_sync(WHOLE_WARP, absent == ~0u)) {
-            w.what = absent == ~0u ? until::NOW : until::PACKET;
-            w.expected = flag;
-            if (absent != ~0u) w.peer = l.item(absent).rank;
-            return false;
-        }
-        if (count == 0) continue;
-        if (s.detail != OPERATOR_NONE) v = value.end(); // else there is one source
-#pragma unroll 1
-        for (u32 to = sources_of(s); to < items_of(s); ++to) {
-            if (to < items_of(s) - s.counts[3]) store_part<UNIT>(l.place(to) + at, v, 0, count);
-            else store_packets<UNIT>(l.place(to) + at * 2, flag, v, count);
-        }
-    }
-}

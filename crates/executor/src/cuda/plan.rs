@@ -17,7 +17,8 @@ use antiphon_plan::{
 use antiphon_tensor::{DType, Device};
 
 use super::{
-    family::Interpreter,
+    compiled::Form,
+    family::PlanFamily,
     memory::{Counters, Workspace, Writers},
     prepared::{Key, Prepared},
     registered::{Registries, SharedRegistry},
@@ -30,6 +31,8 @@ use crate::{ExecutorError, PacketKind, error::Result, layout::Checked};
 pub struct CudaOptions {
     /// The form of packets.
     pub packets: PacketKind,
+    /// Whether a kernel is compiled for the plan's steps.
+    pub form: Form,
     /// The most bytes of scratch that the plan may take on a GPU, for plain data and packets together. A message that needs more is
     /// done in several launches.
     pub most_scratch: usize,
@@ -37,7 +40,7 @@ pub struct CudaOptions {
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        Self { packets: PacketKind::default(), most_scratch: 512 << 20 }
+        Self { packets: PacketKind::default(), form: Form::default(), most_scratch: 512 << 20 }
     }
 }
 
@@ -170,8 +173,6 @@ impl CudaPlan {
 
     fn prepare_together(&mut self, comm: &Communicator, dtype: DType, bytes: usize) -> Result<()> {
         let extent = comm.agree("cannot prepare its plan", self.extent(dtype, bytes))?;
-        let family = self.family(dtype);
-        lock(&self.tenant).load_together(comm, family)?;
         for in_place in [false, true] {
             let key = Key { dtype, chunk: extent.chunk() as usize, in_place };
             let is_known = self.memory.prepared.iter().any(|prepared| prepared.key == key);
@@ -215,10 +216,6 @@ impl CudaPlan {
     pub(super) fn chunks(&self) -> [u64; 2] {
         self.plan.gpus.first().map_or([0, 0], |gpu| [gpu.input_chunks, gpu.output_chunks])
     }
-
-    pub(super) fn family(&self, dtype: DType) -> Interpreter {
-        Interpreter::new(dtype, self.options.packets, self.per_multiprocessor)
-    }
 }
 
 pub(super) fn name_of(plan: &Plan) -> String {
@@ -228,7 +225,7 @@ pub(super) fn name_of(plan: &Plan) -> String {
 /// How many blocks of a plan each multiprocessor has, of `multiprocessors`.
 pub(super) fn per_multiprocessor(plan: &Plan, multiprocessors: u32) -> Result<u32> {
     let blocks = plan.gpus.iter().map(|gpu| gpu.threadblocks.len()).max().unwrap_or(0);
-    let most = Interpreter::MOST_PER_MULTIPROCESSOR;
+    let most = PlanFamily::MOST_PER_MULTIPROCESSOR;
     let fits = |each: &u32| check_room(plan, blocks, *each, multiprocessors).is_ok();
     match [1, 2].into_iter().find(fits) {
         Some(each) => Ok(each),
@@ -244,7 +241,7 @@ pub(super) fn check_room(plan: &Plan, blocks: usize, each: u32, multiprocessors:
         false => Err(ExecutorError::Occupancy {
             plan: name_of(plan),
             blocks,
-            threads: Interpreter::THREADS / each,
+            threads: PlanFamily::THREADS / each,
             fit,
         }),
     }

@@ -8,10 +8,13 @@ use antiphon_tensor::DType;
 
 use super::{
     bases::Bases,
-    family::PlanCall,
+    compiled::{Form, Shapes},
+    family::{PlanCall, PlanFamily},
+    listing::Listing,
     memory::{Arenas, Places},
-    plan::CudaPlan,
+    plan::{CudaPlan, name_of},
     table::{Item, Table},
+    tenants::lock,
 };
 use crate::{
     ExecutorError,
@@ -47,6 +50,7 @@ pub(super) struct Prepared {
 
 /// What launches of one size of slices have in common.
 pub(super) struct Part {
+    pub(super) family: PlanFamily,
     pub(super) program: Program,
     pub(super) origins: Vec<Option<(u32, u32)>>,
     pub(super) call: PlanCall,
@@ -98,8 +102,9 @@ impl CudaPlan {
         self.checked.modes[usize::from(in_place)].as_ref().expect("it was asked for")
     }
 
-    fn program(&self, key: &Key, extent: Extent, sliced: bool) -> Result<Program> {
-        compile(Target {
+    /// The steps for a size, and the kernel that executes them.
+    fn listed(&self, key: &Key, extent: Extent, sliced: bool) -> Result<ListedPlan> {
+        let target = Target {
             plan: &self.plan,
             wiring: &self.wiring,
             placements: &self.mode(key.in_place).placements,
@@ -108,7 +113,8 @@ impl CudaPlan {
             element: key.dtype.size(),
             extent,
             sliced,
-        })
+        };
+        ListedPlan::new(target, key.dtype, self.per_multiprocessor, self.options.form)
     }
 
     /// Makes the plan ready for a size. All ranks call it together.
@@ -135,8 +141,9 @@ impl CudaPlan {
             stores: Vec::new(),
         };
         for slice in lens {
-            let program = self.program(&key, extent.part(slice as u64), slicing.cuts());
-            let program = comm.agree(PROBLEM, program)?;
+            let listed = self.listed(&key, extent.part(slice as u64), slicing.cuts());
+            let listed = comm.agree(PROBLEM, listed)?;
+            lock(&self.tenant).load_together(comm, listed.family.clone())?;
             let arenas = self.memory.workspace.reserve(comm, &self.context, &areas)?;
             let places = Places {
                 rank: self.rank,
@@ -151,27 +158,25 @@ impl CudaPlan {
             let mode = self.mode(key.in_place);
             (prepared.loads, prepared.stores) = (copies(&mode.loads), copies(&mode.stores));
             prepared.staging = places.staging();
-            let loaded = self.load_table(&program, &places);
-            let (origins, call, table) = comm.agree(PROBLEM, loaded)?;
-            prepared.parts.push(Part { program, origins, call, _table: table, _arenas: arenas });
+            let (call, table) = comm.agree(PROBLEM, self.load_table(&listed, &places))?;
+            let ListedPlan { family, program, listing, .. } = listed;
+            let origins = listing.origins;
+            prepared.parts.push(Part { family, program, origins, call, _table: table, _arenas: arenas });
         }
         self.memory.prepared.push(prepared);
         Ok(())
     }
 
-    /// Puts the table of a program into device memory.
-    fn load_table(&self, program: &Program, places: &Places<'_>) -> Result<Loaded> {
-        let table = Table::new(program, places).ok_or_else(|| ExecutorError::Buffers {
-            plan: self.name.clone(),
-            what: format!("too many steps for chunks of {} bytes", places.slice),
-        })?;
+    /// Puts the table of some steps into device memory: what a launch passes of it, and its memory.
+    fn load_table(&self, listed: &ListedPlan, places: &Places<'_>) -> Result<(PlanCall, DeviceMemory)> {
+        let table = Table::new(&listed.listing, &listed.shapes.of_blocks, places);
         let memory = DeviceMemory::allocate(&self.context, table.bytes.len()).map_err(FabricError::from)?;
         let stream = self.context.stream().map_err(FabricError::from)?;
         memory.write(&stream, 0, &table.bytes).map_err(FabricError::from)?;
         let at = memory.pointer().0;
         let [packets, packet_bytes] = places.packets();
         let call = PlanCall {
-            starts: at,
+            blocks: at,
             steps: at + table.steps_at as u64,
             items: at + table.items_at as u64,
             flags: places.flags(),
@@ -180,12 +185,30 @@ impl CudaPlan {
             packet_bytes,
             bases: Bases::none(),
         };
-        Ok((table.origins, call, memory))
+        Ok((call, memory))
     }
 }
 
-/// The origins of a table's steps, what a launch passes of it, and its memory.
-type Loaded = (Vec<Option<(u32, u32)>>, PlanCall, DeviceMemory);
+/// A rank's part of a plan for chunks of a size, and the kernel that executes it.
+pub(super) struct ListedPlan {
+    pub(super) program: Program,
+    pub(super) listing: Listing,
+    pub(super) shapes: Shapes,
+    pub(super) family: PlanFamily,
+}
+
+impl ListedPlan {
+    pub(super) fn new(target: Target<'_>, dtype: DType, per_multiprocessor: u32, form: Form) -> Result<Self> {
+        let program = compile(target)?;
+        let listing = Listing::new(&program, target.sliced).ok_or_else(|| ExecutorError::Buffers {
+            plan: name_of(target.plan),
+            what: format!("too many steps for chunks of {} bytes", program.layout.chunk),
+        })?;
+        let shapes = Shapes::new(&listing);
+        let family = PlanFamily::new(dtype, target.packets, per_multiprocessor, shapes.source(form));
+        Ok(Self { program, listing, shapes, family })
+    }
+}
 
 /// A move of chunks as a copy of bytes.
 fn copy(each: &Move, places: &Places<'_>) -> Copy {

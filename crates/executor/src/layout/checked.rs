@@ -52,15 +52,30 @@ impl Checked {
         largest_chunk: Option<u64>,
         most_scratch: usize,
     ) -> Result<Self> {
+        Self::of_rank(comm.rank(), comm.world_size(), plan, packets, largest_chunk, most_scratch)
+    }
+
+    /// Checks a plan for one of as many ranks.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub(crate) fn of_rank(
+        rank: usize,
+        world_size: usize,
+        plan: &Plan,
+        packets: PacketKind,
+        largest_chunk: Option<u64>,
+        most_scratch: usize,
+    ) -> Result<Self> {
         plan.check()?;
-        let (ranks, world_size) = (plan.num_ranks(), comm.world_size());
+        let ranks = plan.num_ranks();
         let name = || plan.name.clone().unwrap_or_default();
         if ranks != world_size {
             return Err(ExecutorError::WorldSize { plan: name(), ranks, world_size });
         }
         check_buffers(plan).map_err(|what| ExecutorError::Buffers { plan: name(), what })?;
         let uses_packets = check_ranges(plan)?;
-        let rank = Rank(comm.rank() as u32);
+        let rank = Rank(rank as u32);
         let mode = |in_place| {
             let placements = Placements::new(plan, in_place);
             Mode {

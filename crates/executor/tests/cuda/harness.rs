@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use antiphon_device::cuda::{Context, DeviceMemory, Stream};
 use antiphon_executor::{
-    LoadedPlan, Options,
-    cuda::{CudaOptions, CudaPlan},
+    LoadedPlan, Options, PacketKind,
+    cuda::{CudaOptions, CudaPlan, Form},
 };
 use antiphon_fabric::{Communicator, LocalWorld, RegisteredMemory};
 use antiphon_plan::{
@@ -78,6 +78,13 @@ pub fn values<T: Element>(rank: usize, count: usize, seed: usize) -> Vec<T> {
 
 fn bytes_of<T: Element>(values: &[T]) -> Vec<u8> {
     TensorView::from(values).as_bytes().unwrap().to_vec()
+}
+
+/// Both forms of a plan's kernel.
+pub const FORMS: [CudaOptions; 2] = [of(Form::Compiled), of(Form::Interpreted)];
+
+const fn of(form: Form) -> CudaOptions {
+    CudaOptions { packets: PacketKind::LL16, form, most_scratch: 512 << 20 }
 }
 
 /// A plan on both backends.

@@ -15,7 +15,7 @@ use antiphon_executor::{PacketKind, cuda::CudaOptions};
 use antiphon_language::library::{ALGORITHMS, Algorithm, Setting};
 use antiphon_plan::{Plan, ReduceOp};
 use antiphon_tensor::{DType, bf16, with_dtype};
-use harness::{Both, on_gpus, proved};
+use harness::{Both, FORMS, on_gpus, proved};
 
 /// Plans may move between threads.
 const _: fn() = || {
@@ -46,13 +46,15 @@ fn all_reduces(world_size: usize, chunks: &[usize]) {
     for (algorithm, setting) in library(Some("allreduce"), world_size as u32) {
         let plan = proved(algorithm.plan(&setting).unwrap());
         on_gpus(world_size, |rank| {
-            let mut both = Both::load(rank, &plan, CudaOptions::default())?;
-            for (seed, &chunk) in chunks.iter().enumerate() {
-                both.compare::<f32>(chunk, 0, seed)?;
-                both.compare::<f32>(chunk, 1, seed)?;
-                both.compare::<bf16>(2 * chunk, 3, seed)?;
-            }
-            Ok(both.gpu.free(&rank.comm)?)
+            FORMS.into_iter().try_for_each(|options| {
+                let mut both = Both::load(rank, &plan, options)?;
+                for (seed, &chunk) in chunks.iter().enumerate() {
+                    both.compare::<f32>(chunk, 0, seed)?;
+                    both.compare::<f32>(chunk, 1, seed)?;
+                    both.compare::<bf16>(2 * chunk, 3, seed)?;
+                }
+                Ok(both.gpu.free(&rank.comm)?)
+            })
         });
     }
 }
@@ -86,9 +88,11 @@ fn a_rank_that_is_alone_on_1_gpus() {
              "dst_buff": [{"type": "o", "index": 0, "size": 1}]}]}]}]}"#;
     let plan = proved(Plan::from_json(text.as_bytes()).unwrap());
     on_gpus(1, |rank| {
-        let mut both = Both::load(rank, &plan, CudaOptions::default())?;
-        both.compare::<f32>(100, 0, 0)?;
-        both.compare::<bf16>(104, 1, 1)
+        FORMS.into_iter().try_for_each(|options| {
+            let mut both = Both::load(rank, &plan, options)?;
+            both.compare::<f32>(100, 0, 0)?;
+            both.compare::<bf16>(104, 1, 1)
+        })
     });
 }
 
@@ -96,11 +100,11 @@ fn whole_library(world_size: usize, chunks: &[usize]) {
     for (algorithm, setting) in library(None, world_size as u32) {
         let plan = proved(algorithm.plan(&setting).unwrap());
         on_gpus(world_size, |rank| {
-            let mut both = Both::load(rank, &plan, CudaOptions::default())?;
-            chunks
-                .iter()
-                .enumerate()
-                .try_for_each(|(seed, &chunk)| both.compare::<f32>(chunk, seed % 2, seed))
+            FORMS.into_iter().try_for_each(|options| {
+                let mut both = Both::load(rank, &plan, options)?;
+                let mut chunks = chunks.iter().enumerate();
+                chunks.try_for_each(|(seed, &chunk)| both.compare::<f32>(chunk, seed % 2, seed))
+            })
         });
     }
 }
@@ -122,9 +126,11 @@ fn instances_share_the_work_on_2() {
         setting.options.instances = 3;
         let plan = proved(algorithm.plan(&setting).unwrap());
         on_gpus(2, |rank| {
-            let mut both = Both::load(rank, &plan, CudaOptions::default())?;
-            both.compare::<f32>(40, 0, 0)?;
-            both.compare::<f32>(1001, 1, 1)
+            FORMS.into_iter().try_for_each(|options| {
+                let mut both = Both::load(rank, &plan, options)?;
+                both.compare::<f32>(40, 0, 0)?;
+                both.compare::<f32>(1001, 1, 1)
+            })
         });
     }
 }
@@ -134,11 +140,11 @@ fn every_operation_has_the_hosts_bits_on_3() {
     for plan in plans::all(3, ReduceOp::Sum) {
         let plan = proved(plan);
         on_gpus(3, |rank| {
-            let mut both = Both::load(rank, &plan, CudaOptions::default())?;
-            [16, 4, 64]
-                .into_iter()
-                .enumerate()
-                .try_for_each(|(seed, chunk)| both.compare::<f32>(chunk, seed, seed))
+            FORMS.into_iter().try_for_each(|options| {
+                let mut both = Both::load(rank, &plan, options)?;
+                let mut chunks = [16, 4, 64].into_iter().enumerate();
+                chunks.try_for_each(|(seed, chunk)| both.compare::<f32>(chunk, seed, seed))
+            })
         });
     }
 }
@@ -153,10 +159,11 @@ fn every_dtype_and_operator_has_the_hosts_bits_on_2() {
             plans::local_reduce(2, op),
         ] {
             let plan = proved(plan.unwrap());
-            for packets in [PacketKind::LL8, PacketKind::LL16] {
+            for options in FORMS.into_iter().flat_map(|options| {
+                PacketKind::ALL.map(|packets| CudaOptions { packets, ..options })
+            }) {
                 on_gpus(2, |rank| {
-                    let mut both =
-                        Both::load(rank, &plan, CudaOptions { packets, ..CudaOptions::default() })?;
+                    let mut both = Both::load(rank, &plan, options)?;
                     for &dtype in DType::NUMERIC {
                         with_dtype!(dtype, T => both.compare::<T>(96 / size_of::<T>(), 1, 5)?);
                     }

@@ -48,9 +48,9 @@ pub const ROWS: Source = Source { name: "rows.cuh", text: include_str!("rows.cuh
 /// Kernels that are compiled together: one program, specialised by the fields of the value.
 ///
 /// A value names one variant of the program (a dtype, an operator); equal values are compiled and loaded once for each
-/// [`Tenant`](super::Tenant). The program is the prelude, [`SLOTS`] and then [`SOURCES`](Self::SOURCES). See
-/// [`gpu`](super) for an example.
-pub trait Family: Copy + Eq + fmt::Debug + Send + 'static {
+/// [`Tenant`](super::Tenant). The program is the prelude, [`SLOTS`], [`SOURCES`](Self::SOURCES) and then the value's own
+/// [`source`](Self::source). See [`gpu`](super) for an example.
+pub trait Family: Clone + Eq + fmt::Debug + Send + 'static {
     /// The kernels of the program; `gpu::kernels!` makes the enum.
     type Kernel: Kernel;
     /// The kernels' argument behind the `arguments` of slots.cuh: [`NoArguments`] if there is none.
@@ -59,6 +59,12 @@ pub trait Family: Copy + Eq + fmt::Debug + Send + 'static {
     const NAME: &'static str;
     /// The texts of the program, in their order, behind [`SLOTS`].
     const SOURCES: &'static [Source];
+
+    /// The text behind [`SOURCES`](Self::SOURCES), of a family whose values each have their own: a kernel that is made at run time. Its
+    /// name is [`NAME`](Self::NAME).
+    fn source(&self) -> &str {
+        ""
+    }
 
     /// Adds the macros that tell this variant from the others. `WORLD`, `THREADS`, `RESIDENT` and the layout of the slots
     /// are defined in any case. A family with one variant has nothing to add.
@@ -175,6 +181,10 @@ pub fn program<F: Family>(family: &F, architecture: Architecture, world_size: us
     let program = Program::new(F::NAME, "", architecture).include(SLOTS.name, SLOTS.text);
     let program =
         F::SOURCES.iter().fold(program, |program, source| program.include(source.name, source.text));
+    let program = match family.source() {
+        "" => program,
+        own => program.include(F::NAME, own),
+    };
     // A rank that is alone compares numbers with that of its peers, 0, of which the compiler warns.
     let program = if world_size == 1 { program.option("-diag-suppress=186") } else { program };
     family

@@ -194,7 +194,7 @@ impl CudaMoe {
     ///
     /// # Safety
     /// As [`Tenant::run`], but for the stream.
-    pub(crate) unsafe fn launch<F: Family<Arguments: Copy>>(
+    pub(crate) unsafe fn launch<F: Family<Arguments: Copy> + Copy>(
         &self,
         family: F,
         signature: &Signature,
@@ -210,7 +210,7 @@ impl CudaMoe {
     ///
     /// # Safety
     /// As [`launch`](Self::launch).
-    pub(crate) unsafe fn launch_kernel<F: Family<Arguments: Copy>>(
+    pub(crate) unsafe fn launch_kernel<F: Family<Arguments: Copy> + Copy>(
         &self,
         family: F,
         kernel: F::Kernel,

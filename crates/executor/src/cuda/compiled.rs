@@ -1,0 +1,307 @@
+//! Kernels that are compiled for the steps of a plan.
+//!
+//! The interpreter reads a step's kind, operator and numbers of operands from the table, and its loops and branches depend on them. In a
+//! compiled kernel these are constants. Blocks whose steps agree in them have one *shape*: a case of a switch in a generated source, which
+//! calls the functions of `compiled.cuh` for one step after the other. Steps that repeat are loops. What differs between the blocks of a
+//! shape stays in the table: counters, addresses, ranges of bytes, numbers of turns, how many blocks meet. So the instances of an
+//! algorithm, its symmetric ranks and all sizes of its messages share one kernel, except that chunks which are no whole number of packets
+//! have a step for each chunk, and so may give another one.
+//!
+//! * A block copies its part of the table into shared memory while the ranks meet, and adds the addresses of the tensors as it does. So no
+//!   step begins with a load from global memory.
+//! * A reduction issues the loads of up to 8 sources before it uses the first, and a step with few sources those of several vectors. It
+//!   takes them in the order of the plan, and so has the interpreter's bits.
+//! * Whether operands lie alike is tested once for a step, ahead of its loop. Where they do, vectors of 16 bytes are what the loop moves.
+//! * The warp polls the packets of up to 8 sources together.
+//!
+//! How the ranks meet, the waits and what they report, and the clearing of packets are the functions of `steps.cuh` in both forms. The
+//! order of the steps is the plan's in both. A warp may wait for more packets at once than the interpreter's, all of the same step, and
+//! stores nothing of this step meanwhile that a packet of the step depends on: in a proved plan an operation can begin when all that it
+//! reads is on its way, whatever it does itself.
+//!
+//! A source has numbers and names of this module alone: nothing of a plan's text.
+
+use std::{collections::HashMap, fmt::Write as _, sync::Arc};
+
+use super::{
+    family::operator_name,
+    listing::{Kind, Listed, Listing},
+};
+
+/// How a GPU executes a plan's steps. The bits of the results are the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Form {
+    /// Compiled, unless the plan has more than 512 distinct operations.
+    #[default]
+    Auto,
+    /// By a kernel for the plan's steps, which takes less time at each of them. The first time on a machine it is compiled in about a
+    /// second, and from then on it comes from a cache.
+    Compiled,
+    /// By a kernel that serves all plans and reads their steps from memory.
+    Interpreted,
+}
+
+impl Form {
+    /// All forms.
+    pub const ALL: [Self; 3] = [Self::Auto, Self::Compiled, Self::Interpreted];
+
+    /// Its name: `auto`, `compiled` or `interpreted`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Compiled => "compiled",
+            Self::Interpreted => "interpreted",
+        }
+    }
+}
+
+/// The most operations in the source of a kernel that [`Form::Auto`] compiles.
+const MOST_OPERATIONS: usize = 512;
+
+/// The most bytes of a block's part of the table that it copies into its shared memory, of which every block of two grids has as much.
+const MOST_COPIED: usize = 12 << 10;
+
+/// The longest sequence of steps whose repetitions become a loop.
+const LONGEST_PERIOD: usize = 8;
+
+/// What a source says of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Operation {
+    kind: Kind,
+    /// The operator, whether a signal is relaxed, or how many steps a loop has.
+    detail: u32,
+    by_turn: bool,
+    counts: [u32; 4],
+}
+
+impl Operation {
+    fn items(&self) -> usize {
+        self.counts.iter().sum::<u32>() as usize
+    }
+}
+
+/// A step in a source, or some.
+#[derive(Debug, PartialEq)]
+enum Node {
+    Once(Operation),
+    /// Consecutive steps that are equal.
+    Repeated {
+        times: usize,
+        body: Vec<Operation>,
+    },
+    /// The turns of a pipeline.
+    Turns(Vec<Node>),
+}
+
+/// The shapes of a rank's blocks.
+#[derive(Debug)]
+pub(super) struct Shapes {
+    /// The shape of each block.
+    pub(super) of_blocks: Vec<u32>,
+    shapes: Vec<Vec<Node>>,
+    /// The most steps and items of a block.
+    most: [usize; 2],
+}
+
+impl Shapes {
+    pub(super) fn new(listing: &Listing) -> Self {
+        let mut known = HashMap::new();
+        let mut shapes = Self { of_blocks: Vec::new(), shapes: Vec::new(), most: [0; 2] };
+        for (_, steps) in listing.blocks() {
+            let items = steps.iter().map(Listed::items).sum::<u32>() as usize;
+            shapes.most = [shapes.most[0].max(steps.len()), shapes.most[1].max(items)];
+            let shape = operations(&steps[..steps.len() - Listing::END]);
+            let next = known.len() as u32;
+            let id = *known.entry(shape).or_insert_with_key(|shape| {
+                shapes.shapes.push(nodes(shape));
+                next
+            });
+            shapes.of_blocks.push(id);
+        }
+        shapes
+    }
+
+    /// How many shapes there are.
+    pub(super) fn len(&self) -> usize {
+        self.shapes.len()
+    }
+
+    /// How many operations the source of a compiled kernel has.
+    pub(super) fn operations(&self) -> usize {
+        fn count(nodes: &[Node]) -> usize {
+            let of = |node: &Node| match node {
+                Node::Once(_) => 1,
+                Node::Repeated { body, .. } => body.len(),
+                Node::Turns(inside) => count(inside),
+            };
+            nodes.iter().map(of).sum()
+        }
+        self.shapes.iter().map(|nodes| count(nodes)).sum()
+    }
+
+    /// The source of the kernel that a form asks for; none is the interpreter.
+    pub(super) fn source(&self, form: Form) -> Option<Arc<str>> {
+        let is_compiled = match form {
+            Form::Auto => self.operations() <= MOST_OPERATIONS,
+            Form::Compiled => true,
+            Form::Interpreted => false,
+        };
+        is_compiled.then(|| self.text().into())
+    }
+
+    fn text(&self) -> String {
+        let [steps, items] = self.most;
+        let is_copied = steps * Listed::BYTES + items * Listed::ITEM_BYTES <= MOST_COPIED;
+        // What is not copied does not make another kernel.
+        let [steps, items] = if is_copied { [steps, items] } else { [1, 1] };
+        let mut text = format!(
+            "constexpr bool IS_COPIED = {is_copied};\nconstexpr u32 MOST_STEPS = {steps}, MOST_ITEMS = {};\n\n",
+            items.max(1)
+        );
+        text += include_str!("compiled.cuh");
+        for (id, shape) in self.shapes.iter().enumerate() {
+            let mut writer = Writer { text: &mut text, step: 0, item: 0, inside: Inside::default() };
+            writer.line(format_args!("\nDEVICE bool shape_{id}(block_steps& b) {{"));
+            writer.nodes(shape);
+            writer.line(format_args!("    return true;\n}}"));
+        }
+        text += "\nDEVICE bool run(block_steps& b, u32 shape) {\n    switch (shape) {\n";
+        for id in 0..self.shapes.len() {
+            writeln!(text, "    case {id}: return shape_{id}(b);").expect("a string takes all");
+        }
+        text + "    }\n    return true;\n}\n"
+    }
+}
+
+/// What a source says of some steps.
+fn operations(steps: &[Listed]) -> Vec<Operation> {
+    let mut left = 0; // of the steps of a loop
+    let operation = |step: &Listed| {
+        let is_turn = left > 0;
+        left = if step.kind == Kind::Loop { step.detail } else { left.saturating_sub(1) };
+        let detail = if step.kind == Kind::Arrive { 0 } else { step.detail };
+        Operation { kind: step.kind, detail, by_turn: is_turn && step.by_turn, counts: step.counts }
+    };
+    steps.iter().map(operation).collect()
+}
+
+fn nodes(mut rest: &[Operation]) -> Vec<Node> {
+    let mut nodes = Vec::new();
+    while let Some(first) = rest.first() {
+        if first.kind == Kind::Loop {
+            let (inside, behind) = rest[1..].split_at(first.detail as usize);
+            nodes.push(Node::Turns(self::nodes(inside)));
+            rest = behind;
+            continue;
+        }
+        let (period, times) = repetition(rest);
+        nodes.push(match times {
+            1 => Node::Once(*first),
+            _ => Node::Repeated { times, body: rest[..period].to_vec() },
+        });
+        rest = &rest[period * times..];
+    }
+    nodes
+}
+
+/// The steps at the beginning that are repeated, and how many times they are there, such that a loop saves the most; 1 and 1 if none does.
+fn repetition(steps: &[Operation]) -> (usize, usize) {
+    let flat = steps.iter().position(|step| step.kind == Kind::Loop).unwrap_or(steps.len());
+    let times = |period: usize| {
+        let equal = (period..flat).take_while(|&at| steps[at] == steps[at - period]).count();
+        1 + equal / period
+    };
+    let all = (1..=LONGEST_PERIOD.min(flat)).map(|period| (period, times(period)));
+    let worth = all.filter(|&(_, times)| times > 2);
+    worth.max_by_key(|&(period, times)| (period * (times - 1), std::cmp::Reverse(period))).unwrap_or((1, 1))
+}
+
+/// Where a line of a source stands.
+#[derive(Clone, Copy, Default)]
+struct Inside {
+    /// The step of the pipeline around it.
+    turns: Option<usize>,
+    /// The steps and items of each repetition around it.
+    repeated: Option<[usize; 2]>,
+}
+
+struct Writer<'a> {
+    text: &'a mut String,
+    /// The next step of the block and its first item.
+    step: usize,
+    item: usize,
+    inside: Inside,
+}
+
+impl Writer<'_> {
+    fn line(&mut self, line: std::fmt::Arguments<'_>) {
+        let depth = usize::from(self.inside.turns.is_some()) + usize::from(self.inside.repeated.is_some());
+        writeln!(self.text, "{:1$}{line}", "", 4 * depth).expect("a string takes all");
+    }
+
+    fn nodes(&mut self, nodes: &[Node]) {
+        for node in nodes {
+            let outside = self.inside;
+            match node {
+                Node::Once(operation) => self.operation(operation),
+                Node::Repeated { times, body } => {
+                    let items: usize = body.iter().map(Operation::items).sum();
+                    let next = [self.step + body.len() * times, self.item + items * times];
+                    self.line(format_args!("#pragma unroll 1"));
+                    self.line(format_args!("    for (u32 k = 0; k < {times}; ++k) {{"));
+                    self.inside.repeated = Some([body.len(), items]);
+                    body.iter().for_each(|operation| self.operation(operation));
+                    self.inside = outside;
+                    self.line(format_args!("    }}"));
+                    [self.step, self.item] = next;
+                }
+                Node::Turns(inside) => {
+                    let head = self.step;
+                    self.line(format_args!("#pragma unroll 1"));
+                    self.line(format_args!(
+                        "    for (u32 turn = 0; turn < b.steps[{head}].share[0]; ++turn) {{"
+                    ));
+                    self.step += 1;
+                    self.inside.turns = Some(head);
+                    self.nodes(inside);
+                    self.inside = outside;
+                    self.line(format_args!("    }}"));
+                }
+            }
+        }
+    }
+
+    fn operation(&mut self, operation: &Operation) {
+        let Operation { kind, detail, by_turn, counts: [a, b, c, d] } = *operation;
+        let (mut step, mut item) = (self.step.to_string(), self.item.to_string());
+        if let Some([steps, items]) = self.inside.repeated {
+            (step, item) = (format!("{step} + k * {steps}"), format!("{item} + k * {items}"));
+        }
+        let at = format!("step_of(b, {step}, {item})");
+        match kind {
+            Kind::Meet => self.line(format_args!("    if (!meet(b)) return false;")),
+            Kind::Arrive => self.line(format_args!("    arrive(b, {at});")),
+            Kind::Signal | Kind::Release => {
+                self.line(format_args!("    add(b, {at}, {}, {}, {a});", kind.name(), detail != 0));
+            }
+            Kind::Wait | Kind::Acquire => self.line(format_args!("    take(b, {at}, {}, {a});", kind.name())),
+            Kind::Plain => {
+                let part = match self.inside.turns.filter(|_| by_turn) {
+                    Some(head) => format!("part_of({at}, turn, b.steps[{head}].share[1])"),
+                    None => format!("part_of({at})"),
+                };
+                let operator = operator_name(detail);
+                self.line(format_args!("    plain<{operator}, {a}, {c}>(b, {at}, {part});"));
+            }
+            Kind::Packets => {
+                let operator = operator_name(detail);
+                self.line(format_args!("    packets<{operator}, {a}, {b}, {c}, {d}>(b, {at});"));
+            }
+            Kind::Loop | Kind::End | Kind::IfClearing | Kind::Clear => {
+                unreachable!("loops do not nest, and the end of a block is the kernel's")
+            }
+        }
+        self.step += 1;
+        self.item += operation.items();
+    }
+}
