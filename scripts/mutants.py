@@ -79,6 +79,7 @@ FAMILIES = [
     ("moe/src/hybrid/**/*", "moe", HYBRID),
     ("moe/src/low_latency/*", "moe", ["orders::low_latency_calls_keep_their_order_around_captures_on_2_gpus"]),
     ("moe/src/layout/*", "moe", [ORDERS]),
+    ("executor/src/cuda/compiled.cuh", "executor", ["compiled::plans_of_each_kind_are_right_on_2", "graphs::graphs_replay_between_eager_calls_on_2"]),
     ("executor/src/cuda/*", "executor", ["every_operation_has_the_hosts_bits_on_3", "graphs::graphs_replay_between_eager_calls_on_2"]),
 ]
 """Of kernels, by the first of these patterns that has their file: the package and the tests that run them. The hybrid form has the rings and the

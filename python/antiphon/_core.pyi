@@ -617,6 +617,7 @@ class Communicator:
         *,
         device: str | int | _Device | None = None,
         packets: Literal["ll8", "ll16"] = "ll16",
+        form: Literal["auto", "compiled", "interpreted"] = "auto",
         most_scratch: int | None = None,
     ) -> Plan:
         """Makes an execution plan ready: a ``CollectiveProgram`` of :mod:`antiphon.language`, the text of a plan (JSON), or
@@ -625,7 +626,9 @@ class Communicator:
         By default, and with ``"cpu"``, the plan works on host memory. With ``device`` a GPU (its number, ``"cuda:0"``, a
         ``torch.device``, or ``"cuda"`` for the current one of torch or CuPy) it works between the GPUs of up to 8 ranks of one
         machine; a rank loads all of its plans on one GPU. ``packets`` are of 4 bytes of data in 8 or 8 in 16. ``most_scratch`` is for
-        GPUs: the most bytes of scratch that the plan may take there (512 MiB). A message that needs more is done in parts.
+        GPUs: the most bytes of scratch that the plan may take there (512 MiB). A message that needs more is done in parts. ``form`` is for GPUs too: ``"compiled"`` makes a kernel for the
+        steps of the plan, which takes about a second the first time on a machine, and ``"interpreted"`` has one that serves all plans;
+        by default plans of up to 512 distinct operations are compiled. The results have the same bits.
 
         The plan is proved first, for the memory of the host or of GPUs. Raises ``ValueError`` with the findings if the plan is
         wrong, is for another number of ranks, or has a text of more than 64 MiB; ``RuntimeError`` if ranks load different plans, and

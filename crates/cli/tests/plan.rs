@@ -264,6 +264,7 @@ fn what_a_run_on_gpus_lacks_is_said() {
         ("run two_shot.json --graph", "--graph is for --device cuda"),
         ("run two_shot.json --registered", "--registered is for --device cuda"),
         ("run two_shot.json --ranks-per-gpu 2", "--ranks-per-gpu is for --device cuda"),
+        ("run two_shot.json --form compiled", "--form is for --device cuda"),
         ("run two_shot.json --device cuda --symmetric", "--symmetric is for --device host"),
         (
             "run written.json --device cuda --beside all-reduce",
@@ -292,11 +293,15 @@ fn what_a_run_on_gpus_lacks_is_said() {
 #[test]
 fn a_kernel_is_compiled_without_a_gpu() {
     let folder = Folder::with(&packets().unwrap());
-    let source = folder.printed("compile written.json --source --dtype bf16");
-    assert!(
-        source.contains("ELEMENT=bf16") && source.contains("interpret(const __grid_constant__"),
-        "{source}"
-    );
+    let source = |form| folder.printed(&format!("compile written.json --source --dtype bf16 --form {form}"));
+    let (compiled, interpreted) = (source("compiled"), source("interpreted"));
+    for source in [&compiled, &interpreted] {
+        let has = |what: &str| source.matches(what).count() == 1;
+        assert!(has("ELEMENT=bf16") && has("execute(const __grid_constant__"), "{source}");
+    }
+    let case = "DEVICE bool shape_0(block_steps& b) {";
+    assert!(compiled.contains(case) && compiled == source("auto"), "{compiled}");
+    assert!(compiled.contains("// Of ranks 0, 1, ") && !interpreted.contains(case), "{interpreted}");
     let Some(nvrtc) = antiphon_testing::nvrtc() else { return };
     for architecture in ["sm_80", "sm_90a", "sm_100a"] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_antiphon"));
@@ -305,6 +310,7 @@ fn a_kernel_is_compiled_without_a_gpu() {
         let said = text(&output.stdout);
         assert!(output.status.success(), "{output:?}");
         assert!(said.contains("2 of 512 threads, 1 on each of 132 multiprocessors"), "{said}");
+        assert!(said.contains("compiled, f32, packets ll16") && said.contains("cases "), "{said}");
         let emulated = said.contains("the compiler does not say");
         let registers = said.lines().find_map(|line| line.strip_prefix("registers")).unwrap();
         let registers = registers.split_whitespace().next().unwrap().parse::<u32>();

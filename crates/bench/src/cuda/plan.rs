@@ -13,7 +13,7 @@ use antiphon::{
     },
     executor::{
         PacketKind,
-        cuda::{CudaOptions, CudaPlan},
+        cuda::{CudaOptions, CudaPlan, Form},
     },
     plan::{Plan, verify::VerifiedPlan},
     tensor::{DType, Element, with_dtype},
@@ -41,6 +41,8 @@ pub struct OnGpus {
     pub dtype: DType,
     /// The form of packets.
     pub packets: PacketKind,
+    /// The form of the plan's kernel.
+    pub form: Form,
     /// How many ranks share a GPU: ranks `n * ranks_per_gpu` and behind are on GPU `n`.
     pub ranks_per_gpu: usize,
     /// Calls in each of the 11 batches.
@@ -85,7 +87,7 @@ pub fn run(
         false => builder.staging_bytes(CudaBuilder::LEAST_STAGING_BYTES), // it only lines the GPUs up
     };
     let ours = &builder.build()?;
-    let options = CudaOptions { packets: how.packets, ..CudaOptions::default() };
+    let options = CudaOptions { packets: how.packets, form: how.form, ..CudaOptions::default() };
     let mut loaded = CudaPlan::load(comm, context, plan, options)?;
     let clock = &Clock::new(comm, ours, stream)?;
     for &bytes in sizes {

@@ -10,26 +10,30 @@ use antiphon::{
     device::cuda::{Architecture, Nvrtc},
     tensor::DType,
 };
-use antiphon_executor::cuda::PlanKernel;
-use antiphon_plan::{escaped, verify::Memory};
+use antiphon_executor::cuda::{CudaOptions, PlanKernel};
+use antiphon_plan::{
+    Rank, escaped,
+    verify::{Memory, VerifiedPlan},
+};
 
 use super::{
     Result, prove,
-    run::{Packets, kind},
+    run::{Form, Packets, kind},
 };
 use crate::{ExitStatus, SUCCESS};
 
 const ARCHITECTURES: [Architecture; 3] = [Architecture::SM_80, Architecture::SM_90A, Architecture::SM_100A];
 
-/// Compile the kernel that executes a plan on GPUs, and tell what it needs. NVRTC does it, and no GPU is necessary.
+/// Compile the kernels that execute a plan on GPUs, and tell what they need. NVRTC does it, and no GPU is necessary.
 ///
-/// The plan is proved for the memory of GPUs first. It is data of the kernel, which interprets it: plans of as many ranks whose
-/// blocks have as many threads share one.
+/// The plan is proved for the memory of GPUs first. Its kernel is made for the steps of a rank: ranks whose steps differ in places and peers
+/// alone share one. Or the kernel interprets the plan, and serves all plans of as many ranks whose blocks have as many threads.
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_help = "\
 Examples:
   antiphon plan compile two_shot.json
   antiphon plan compile two_shot.json --arch sm_100a --dtype bf16 --multiprocessors 148
+  antiphon plan compile two_shot.json --form interpreted
   antiphon plan compile two_shot.json --source > kernel.cu")]
 pub struct Args {
     /// The plan's file
@@ -51,7 +55,11 @@ pub struct Args {
     #[arg(long, value_enum, default_value = "ll16")]
     packets: Packets,
 
-    /// Print the kernel's source and compile nothing
+    /// The form of the kernel
+    #[arg(long, value_enum, default_value = "auto")]
+    form: Form,
+
+    /// Print the sources of the kernels and compile nothing
     #[arg(long)]
     source: bool,
 }
@@ -65,39 +73,69 @@ fn architecture(text: &str) -> std::result::Result<Architecture, String> {
 /// Runs the command.
 pub fn execute(args: Args) -> Result<ExitStatus> {
     let plan = prove(&super::read(&args.file)?, Memory::Device)?;
-    let packets = kind(args.packets);
-    let kernel = PlanKernel::new(&plan, args.dtype, packets, args.multiprocessors)?;
+    let (packets, form) = (kind(args.packets), args.form.into());
+    let options = CudaOptions { packets, form, ..CudaOptions::default() };
+    let kernels = kernels(&plan, &args, options)?;
     if args.source {
-        let program = kernel.program(args.arch);
-        writeln!(stdout(), "// Compiled with: {}\n{}", program.options().join(" "), program.source())?;
+        for (kernel, ranks) in &kernels {
+            let program = kernel.program(args.arch);
+            writeln!(stdout(), "// Of {}, compiled with: {}", of(ranks), program.options().join(" "))?;
+            writeln!(stdout(), "{}", program.source())?;
+        }
         return Ok(SUCCESS);
     }
     let nvrtc = Nvrtc::load()?;
-    let start = Instant::now();
-    let needs = kernel.compile(nvrtc, args.arch)?;
-    let seconds = start.elapsed().as_secs_f64();
     let plan = plan.plan();
     let blocks = plan.gpus.iter().map(|gpu| gpu.threadblocks.len()).max().unwrap_or(0);
     let name = escaped(plan.name.as_deref().unwrap_or_default());
-    let line = |what: &str, text: String| writeln!(stdout(), "{what:12} {text}");
     line("plan", format!("{name}, {} ranks", plan.num_ranks()))?;
-    line("kernel", format!("interpreter, {}, packets {}, {}", args.dtype, packets.name(), args.arch))?;
-    let (threads, each) = (kernel.threads(), kernel.blocks_per_multiprocessor());
-    line(
-        "blocks",
-        format!("{blocks} of {threads} threads, {each} on each of {} multiprocessors", args.multiprocessors),
-    )?;
-    match needs {
-        Some(needs) => {
-            let [stores, loads] = needs.spilled_bytes;
-            line("registers", format!("{} of {}", needs.registers, kernel.most_registers()))?;
-            line(
-                "spills",
-                format!("{stores} bytes stored, {loads} loaded; {} bytes of stack", needs.stack_bytes),
-            )?;
+    for (kernel, ranks) in &kernels {
+        let start = Instant::now();
+        let needs = kernel.compile(nvrtc, args.arch)?;
+        let seconds = start.elapsed().as_secs_f64();
+        let how = format!("{}, packets {}, {}", args.dtype, packets.name(), args.arch);
+        line("kernel", format!("{}, {how}, of {}", kernel.form(), of(ranks)))?;
+        line("cases", format!("{}, with {} operations", kernel.cases(), kernel.operations()))?;
+        let (threads, each) = (kernel.threads(), kernel.blocks_per_multiprocessor());
+        let multiprocessors = args.multiprocessors;
+        line(
+            "blocks",
+            format!("{blocks} of {threads} threads, {each} on each of {multiprocessors} multiprocessors"),
+        )?;
+        match needs {
+            Some(needs) => {
+                let [stores, loads] = needs.spilled_bytes;
+                line("registers", format!("{} of {}", needs.registers, kernel.most_registers()))?;
+                line(
+                    "spills",
+                    format!("{stores} bytes stored, {loads} loaded; {} bytes of stack", needs.stack_bytes),
+                )?;
+            }
+            None => line("registers", "the compiler does not say".into())?,
         }
-        None => line("registers", "the compiler does not say".into())?,
+        line("compiled in", format!("{seconds:.2} s, by NVRTC {}", nvrtc.version()))?;
     }
-    line("compiled in", format!("{seconds:.2} s, by NVRTC {}", nvrtc.version()))?;
     Ok(SUCCESS)
+}
+
+fn line(what: &str, text: String) -> std::io::Result<()> {
+    writeln!(stdout(), "{what:12} {text}")
+}
+
+/// The different kernels of a plan's ranks, and which ranks have each.
+fn kernels(plan: &VerifiedPlan, args: &Args, options: CudaOptions) -> Result<Vec<(PlanKernel, Vec<usize>)>> {
+    let mut kernels: Vec<(PlanKernel, Vec<usize>)> = Vec::new();
+    for rank in 0..plan.plan().num_ranks() {
+        let kernel = PlanKernel::new(plan, Rank(rank as u32), args.dtype, options, args.multiprocessors)?;
+        match kernels.iter_mut().find(|(known, _)| *known == kernel) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => kernels.push((kernel, vec![rank])),
+        }
+    }
+    Ok(kernels)
+}
+
+fn of(ranks: &[usize]) -> String {
+    let all: Vec<_> = ranks.iter().map(usize::to_string).collect();
+    format!("rank{} {}", if all.len() == 1 { "" } else { "s" }, all.join(", "))
 }

@@ -11,7 +11,7 @@ use antiphon_bench::{
     cuda::plan::{self as gpu, Compared},
     host::plan::{Ran, measure},
 };
-use antiphon_executor::{LoadedPlan, Options, PacketKind};
+use antiphon_executor::{LoadedPlan, Options, PacketKind, cuda};
 use antiphon_plan::{Plan, verify::Memory};
 use clap::ValueEnum;
 
@@ -32,7 +32,8 @@ use crate::{
 Examples:
   antiphon plan run two_shot.json --size 1M
   antiphon plan run two_shot.json --size 64K..16M:4 --dtype bf16 --symmetric
-  antiphon plan run two_shot.json --device cuda --registered --graph --beside all-reduce")]
+  antiphon plan run two_shot.json --device cuda --registered --graph --beside all-reduce
+  antiphon plan run two_shot.json --device cuda --form interpreted")]
 pub struct Args {
     /// The plan's file
     file: PathBuf,
@@ -60,6 +61,10 @@ pub struct Args {
     /// The form of packets
     #[arg(long, value_enum, default_value = "ll16")]
     packets: Packets,
+
+    /// On GPUs: the form of the plan's kernel
+    #[arg(long, value_enum)]
+    form: Option<Form>,
 
     /// Keep the tensors in symmetric memory, on the host
     #[arg(long)]
@@ -108,6 +113,26 @@ pub(super) enum Packets {
     Ll16,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Form {
+    /// Compiled, unless the plan has more than 512 distinct operations
+    Auto,
+    /// A kernel for the plan's steps
+    Compiled,
+    /// A kernel that serves all plans
+    Interpreted,
+}
+
+impl From<Form> for cuda::Form {
+    fn from(form: Form) -> Self {
+        match form {
+            Form::Auto => Self::Auto,
+            Form::Compiled => Self::Compiled,
+            Form::Interpreted => Self::Interpreted,
+        }
+    }
+}
+
 pub(super) fn kind(packets: Packets) -> PacketKind {
     match packets {
         Packets::Ll8 => PacketKind::LL8,
@@ -134,6 +159,7 @@ fn start(args: &Args, plan: &Plan) -> Result<ExitStatus> {
         Device::Host => {
             let of_gpus = [
                 (args.ranks_per_gpu.is_some(), "--ranks-per-gpu"),
+                (args.form.is_some(), "--form"),
                 (args.graph, "--graph"),
                 (args.registered, "--registered"),
                 (args.beside.is_some(), "--beside"),
@@ -220,6 +246,7 @@ fn work_on_gpu(args: &Args, plan: &Plan) -> Result<ExitStatus> {
     let how = gpu::OnGpus {
         dtype: args.dtype,
         packets: kind(args.packets),
+        form: args.form.map_or(cuda::Form::default(), Into::into),
         ranks_per_gpu: ranks_per_gpu(args),
         iterations: args.iterations,
         graph: args.graph,

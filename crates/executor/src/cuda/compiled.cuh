@@ -71,10 +71,10 @@ struct step_of {
 // ------------------------------------------------------------------------------------------------- steps that move data
 
 // The most sources whose values a thread has at once, and the most vectors of them.
-constexpr u32 MOST_SOURCES = 8, MOST_VECTORS = 8;
+constexpr u32 MOST_SOURCES = 8, MOST_VECTORS = sizeof(T) == 1 || sizeof(T) == 8 ? 4 : 8; // these take more registers to add
 DEVICE constexpr u32 at_once(u32 sources) { return sources < MOST_SOURCES ? sources : MOST_SOURCES; }
 DEVICE constexpr u32 depth(u32 sources, u32 most) {
-    const u32 vectors = sources == 0 ? most : MOST_VECTORS / at_once(sources);
+    const u32 vectors = sources < MOST_VECTORS ? MOST_VECTORS / at_least_one(sources) : 1;
     return vectors < most ? vectors : most;
 }
 

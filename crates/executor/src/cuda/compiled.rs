@@ -14,10 +14,11 @@
 //! * Whether operands lie alike is tested once for a step, ahead of its loop. Where they do, vectors of 16 bytes are what the loop moves.
 //! * The warp polls the packets of up to 8 sources together.
 //!
-//! How the ranks meet, the waits and what they report, and the clearing of packets are the functions of `steps.cuh` in both forms. The
-//! order of the steps is the plan's in both. A warp may wait for more packets at once than the interpreter's, all of the same step, and
-//! stores nothing of this step meanwhile that a packet of the step depends on: in a proved plan an operation can begin when all that it
-//! reads is on its way, whatever it does itself.
+//! How a launch begins, the waits for signals, semaphores and barriers, and the clearing of packets are the functions of `steps.cuh` in
+//! both forms, and so is the order of the steps. A packet is awaited by fabric's wait too, and a warp that gives up sends nothing more. A
+//! warp waits for the packets of two units or of 8 sources before it stores the results of the first, where the interpreter waits unit by
+//! unit. It cannot wait for what it has not stored yet: the proof takes an operation to read all packets before it stores anything, so an
+//! operation that is next in its block gets all of its packets whatever it stores itself.
 //!
 //! A source has numbers and names of this module alone: nothing of a plan's text.
 
@@ -303,5 +304,140 @@ impl Writer<'_> {
         }
         self.step += 1;
         self.item += operation.items();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, path::Path};
+
+    use antiphon_plan::{
+        Plan, Rank,
+        verify::{Memory, Options, VerifiedPlan},
+    };
+    use antiphon_tensor::DType;
+
+    use super::*;
+    use crate::cuda::{CudaOptions, PlanKernel};
+
+    /// The calls that a shape's text makes, in the order in which a block makes them if every pipeline has one turn: the function, and the
+    /// places of the step and of its first item.
+    fn calls(text: &str) -> Vec<(String, usize, usize)> {
+        let (mut calls, mut lines) = (Vec::new(), text.lines().map(str::trim));
+        while let Some(line) = lines.next() {
+            match line.strip_prefix("for (u32 k = 0; k < ").and_then(|rest| rest.split_once(';')) {
+                Some((times, _)) => {
+                    let body: Vec<_> = lines.by_ref().take_while(|line| *line != "}").collect();
+                    for k in 0..times.parse().unwrap() {
+                        calls.extend(body.iter().filter_map(|line| call(line, k)));
+                    }
+                }
+                None => calls.extend(call(line, 0)),
+            }
+        }
+        calls
+    }
+
+    fn call(line: &str, k: usize) -> Option<(String, usize, usize)> {
+        let value = |text: &str| match text.trim().split_once(" + k * ") {
+            Some((first, each)) => first.parse::<usize>().unwrap() + k * each.parse::<usize>().unwrap(),
+            None => text.trim().parse().unwrap(),
+        };
+        let (name, _) = line.split_once(['(', '<'])?;
+        let (step, item) = line.split_once("step_of(b, ")?.1.split_once(')')?.0.split_once(',')?;
+        Some((name.to_owned(), value(step), value(item)))
+    }
+
+    fn function(kind: Kind) -> Option<&'static str> {
+        Some(match kind {
+            Kind::Arrive => "arrive",
+            Kind::Signal | Kind::Release => "add",
+            Kind::Wait | Kind::Acquire => "take",
+            Kind::Plain => "plain",
+            Kind::Packets => "packets",
+            Kind::Meet | Kind::Loop | Kind::End | Kind::IfClearing | Kind::Clear => return None,
+        })
+    }
+
+    /// Every block's case does each of its steps once, in their order and with their own items.
+    fn check(listing: &Listing) -> Shapes {
+        let shapes = Shapes::new(listing);
+        let text = shapes.source(Form::Compiled).unwrap();
+        assert_eq!(text.matches('{').count(), text.matches('}').count());
+        for ((_, steps), shape) in listing.blocks().zip(&shapes.of_blocks) {
+            let case = text.split_once(&format!("bool shape_{shape}(")).unwrap().1;
+            let case = case.split_once("return true;").unwrap().0;
+            let first = steps[0].first;
+            let expected = steps[..steps.len() - Listing::END].iter().enumerate().filter_map(|(at, step)| {
+                Some((function(step.kind)?.to_owned(), at, (step.first - first) as usize))
+            });
+            assert_eq!(calls(case), expected.collect::<Vec<_>>(), "{case}");
+        }
+        shapes
+    }
+
+    fn proved(mut plan: Plan) -> Option<VerifiedPlan> {
+        plan.name = Some("*/ #error".into());
+        VerifiedPlan::new(plan, &Options { memory: Memory::Device, ..Options::default() }).ok()
+    }
+
+    #[test]
+    fn the_fuzzers_plans_pass_the_emitter() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus/plan_file");
+        let mut emitted = 0;
+        for file in fs::read_dir(folder).unwrap() {
+            let plan = Plan::from_json(&fs::read(file.unwrap().path()).unwrap());
+            let Some(plan) = plan.ok().and_then(proved) else { continue };
+            for rank in 0..plan.plan().num_ranks() {
+                let rank = Rank(rank as u32);
+                let options = CudaOptions { form: Form::Compiled, ..CudaOptions::default() };
+                let listed = PlanKernel::listed(&plan, rank, DType::F32, options, 132).unwrap();
+                let shapes = check(&listed.listing);
+                let source = shapes.source(Form::Compiled).unwrap();
+                assert!(!source.contains("#error") && shapes.len() > 0);
+                emitted += 1;
+            }
+        }
+        assert!(emitted > 30, "{emitted}");
+    }
+
+    fn operation(kind: Kind, operands: u32) -> Operation {
+        Operation { kind, detail: 0, by_turn: false, counts: [operands, 0, 0, 0] }
+    }
+
+    #[test]
+    fn steps_that_repeat_are_loops() {
+        let (meet, wait) = (operation(Kind::Meet, 0), operation(Kind::Wait, 1));
+        let (plain, other) = (operation(Kind::Plain, 2), operation(Kind::Plain, 3));
+        let ring = [meet, wait, plain].repeat(3);
+        let repeated = |times, body: &[Operation]| Node::Repeated { times, body: body.to_vec() };
+        assert_eq!(nodes(&ring), [repeated(3, &[meet, wait, plain])]);
+        assert_eq!(nodes(&[plain; 5]), [repeated(5, &[plain])]);
+        // Twice is not worth a loop.
+        let twice = [plain, other, plain, other];
+        assert_eq!(nodes(&twice), twice.map(Node::Once));
+        let pipeline = Operation { detail: 4, ..operation(Kind::Loop, 0) };
+        let steps = [&[wait, pipeline, plain, plain, plain, meet][..], &[plain; 2]].concat();
+        let turns = vec![repeated(3, &[plain]), Node::Once(meet)];
+        let expected = [Node::Once(wait), Node::Turns(turns), Node::Once(plain), Node::Once(plain)];
+        assert_eq!(nodes(&steps), expected);
+    }
+
+    /// Plans of more distinct operations are interpreted.
+    #[test]
+    fn many_operations_are_not_compiled_by_themselves() {
+        let shapes = |count: u32| Shapes {
+            of_blocks: vec![0],
+            shapes: vec![(1..=count).map(|operands| Node::Once(operation(Kind::Wait, operands))).collect()],
+            most: [count as usize, 1],
+        };
+        for (count, is_compiled) in [(MOST_OPERATIONS as u32, true), (MOST_OPERATIONS as u32 + 1, false)] {
+            assert_eq!(shapes(count).source(Form::Auto).is_some(), is_compiled);
+            assert!(shapes(count).source(Form::Compiled).is_some());
+            assert!(shapes(count).source(Form::Interpreted).is_none());
+        }
+        // What does not fit shared memory stays where it is.
+        let copied = |count| shapes(count).source(Form::Compiled).unwrap().contains("IS_COPIED = true");
+        assert!(copied(20) && !copied(400));
     }
 }

@@ -83,6 +83,18 @@ impl PlanKernel {
         options: CudaOptions,
         multiprocessors: u32,
     ) -> Result<Self> {
+        let ListedPlan { shapes, family, .. } = Self::listed(plan, rank, dtype, options, multiprocessors)?;
+        let world_size = plan.plan().num_ranks();
+        Ok(Self { family, world_size, cases: [shapes.len(), shapes.operations()] })
+    }
+
+    pub(super) fn listed(
+        plan: &VerifiedPlan,
+        rank: Rank,
+        dtype: DType,
+        options: CudaOptions,
+        multiprocessors: u32,
+    ) -> Result<ListedPlan> {
         if plan.memory() == verify::Memory::Host {
             return Err(ExecutorError::Proof { plan: name_of(plan.plan()) });
         }
@@ -93,7 +105,8 @@ impl PlanKernel {
             let world_size = rank.index() + 1;
             return Err(ExecutorError::WorldSize { plan: name_of(plan), ranks, world_size });
         }
-        let checked = Checked::of_rank(rank.index(), ranks, plan, options.packets, largest, options.most_scratch)?;
+        let checked =
+            Checked::of_rank(rank.index(), ranks, plan, options.packets, largest, options.most_scratch)?;
         let mode = checked.modes[0].as_ref().expect("two tensors are always possible");
         let target = Target {
             plan,
@@ -106,8 +119,7 @@ impl PlanKernel {
             sliced: false,
         };
         let each = per_multiprocessor(plan, multiprocessors)?;
-        let ListedPlan { shapes, family, .. } = ListedPlan::new(target, dtype, each, options.form)?;
-        Ok(Self { family, world_size: ranks, cases: [shapes.len(), shapes.operations()] })
+        ListedPlan::new(target, dtype, each, options.form)
     }
 
     /// `compiled` or `interpreted`.

@@ -113,8 +113,7 @@ impl Listing {
     ///
     /// At the end of every block packets are cleared where that is due.
     pub(super) fn new(program: &Program, is_sliced: bool) -> Option<Self> {
-        let listing =
-            Self { starts: Vec::new(), steps: Vec::new(), items: Vec::new(), origins: Vec::new() };
+        let listing = Self { starts: Vec::new(), steps: Vec::new(), items: Vec::new(), origins: Vec::new() };
         let mut writer = Writer { listing, chunk: program.layout.chunk, is_sliced, origin: None };
         let blocks = program.blocks.len().max(1); // a grid has a block at least
         for id in 0..blocks {

@@ -1,4 +1,5 @@
-//! Plans between GPUs: one kernel interprets a plan's program, which is a table in device memory.
+//! Plans between GPUs: a kernel does the steps of a plan, which are a table in device memory. It is compiled for the plan's steps, or
+//! interprets those of any plan ([`Form`]).
 //!
 //! ```no_run
 //! use antiphon_device::cuda::{Context, StreamRef};

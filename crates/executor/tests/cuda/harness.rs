@@ -80,8 +80,9 @@ fn bytes_of<T: Element>(values: &[T]) -> Vec<u8> {
     TensorView::from(values).as_bytes().unwrap().to_vec()
 }
 
-/// Both forms of a plan's kernel.
-pub const FORMS: [CudaOptions; 2] = [of(Form::Compiled), of(Form::Interpreted)];
+/// Plans that are compiled, and plans that are interpreted.
+pub const COMPILED: CudaOptions = of(Form::Compiled);
+pub const INTERPRETED: CudaOptions = of(Form::Interpreted);
 
 const fn of(form: Form) -> CudaOptions {
     CudaOptions { packets: PacketKind::LL16, form, most_scratch: 512 << 20 }

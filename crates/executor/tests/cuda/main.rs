@@ -2,6 +2,7 @@
 //! test is recorded as skipped.
 
 mod collection;
+mod compiled;
 mod failures;
 mod graphs;
 mod harness;
@@ -15,7 +16,7 @@ use antiphon_executor::{PacketKind, cuda::CudaOptions};
 use antiphon_language::library::{ALGORITHMS, Algorithm, Setting};
 use antiphon_plan::{Plan, ReduceOp};
 use antiphon_tensor::{DType, bf16, with_dtype};
-use harness::{Both, FORMS, on_gpus, proved};
+use harness::{Both, INTERPRETED, on_gpus, proved};
 
 /// Plans may move between threads.
 const _: fn() = || {
@@ -42,45 +43,42 @@ fn library(collective: Option<&str>, ranks: u32) -> Vec<(&'static Algorithm, Set
     all
 }
 
-fn all_reduces(world_size: usize, chunks: &[usize]) {
+fn all_reduces(world_size: usize, chunks: &[usize], options: CudaOptions) {
     for (algorithm, setting) in library(Some("allreduce"), world_size as u32) {
         let plan = proved(algorithm.plan(&setting).unwrap());
         on_gpus(world_size, |rank| {
-            FORMS.into_iter().try_for_each(|options| {
-                let mut both = Both::load(rank, &plan, options)?;
-                for (seed, &chunk) in chunks.iter().enumerate() {
-                    both.compare::<f32>(chunk, 0, seed)?;
-                    both.compare::<f32>(chunk, 1, seed)?;
-                    both.compare::<bf16>(2 * chunk, 3, seed)?;
-                }
-                Ok(both.gpu.free(&rank.comm)?)
-            })
+            let mut both = Both::load(rank, &plan, options)?;
+            for (seed, &chunk) in chunks.iter().enumerate() {
+                both.compare::<f32>(chunk, 0, seed)?;
+                both.compare::<f32>(chunk, 1, seed)?;
+                both.compare::<bf16>(2 * chunk, 3, seed)?;
+            }
+            Ok(both.gpu.free(&rank.comm)?)
         });
     }
 }
 
 #[test]
 fn all_reduces_have_the_hosts_bits_on_2() {
-    all_reduces(2, &[4096, 4, 1000, 13, 0]);
+    all_reduces(2, &[4096, 4, 1000, 13, 0], INTERPRETED);
 }
 
 #[test]
 fn all_reduces_have_the_hosts_bits_on_3() {
-    all_reduces(3, &[600, 13, 1]);
+    all_reduces(3, &[600, 13, 1], INTERPRETED);
 }
 
 #[test]
 fn all_reduces_have_the_hosts_bits_on_4() {
-    all_reduces(4, &[600, 13, 1]);
+    all_reduces(4, &[600, 13, 1], INTERPRETED);
 }
 
 #[test]
 fn all_reduces_have_the_hosts_bits_on_8() {
-    all_reduces(8, &[200, 5]);
+    all_reduces(8, &[200, 5], INTERPRETED);
 }
 
-#[test]
-fn a_rank_that_is_alone_on_1_gpus() {
+fn alone(options: CudaOptions) {
     let text = r#"{"name": "copy", "collective": "test", "gpus": [{
         "id": 0, "input_chunks": 1, "output_chunks": 1, "scratch_chunks": 0, "channels": [],
         "threadblocks": [{"id": 0, "channels": [], "remote_buffer_refs": [], "ops": [
@@ -88,69 +86,77 @@ fn a_rank_that_is_alone_on_1_gpus() {
              "dst_buff": [{"type": "o", "index": 0, "size": 1}]}]}]}]}"#;
     let plan = proved(Plan::from_json(text.as_bytes()).unwrap());
     on_gpus(1, |rank| {
-        FORMS.into_iter().try_for_each(|options| {
-            let mut both = Both::load(rank, &plan, options)?;
-            both.compare::<f32>(100, 0, 0)?;
-            both.compare::<bf16>(104, 1, 1)
-        })
+        let mut both = Both::load(rank, &plan, options)?;
+        both.compare::<f32>(100, 0, 0)?;
+        both.compare::<bf16>(104, 1, 1)
     });
 }
 
-fn whole_library(world_size: usize, chunks: &[usize]) {
+#[test]
+fn a_rank_that_is_alone_on_1_gpus() {
+    alone(INTERPRETED);
+}
+
+fn whole_library(world_size: usize, chunks: &[usize], options: CudaOptions) {
     for (algorithm, setting) in library(None, world_size as u32) {
         let plan = proved(algorithm.plan(&setting).unwrap());
         on_gpus(world_size, |rank| {
-            FORMS.into_iter().try_for_each(|options| {
-                let mut both = Both::load(rank, &plan, options)?;
-                let mut chunks = chunks.iter().enumerate();
-                chunks.try_for_each(|(seed, &chunk)| both.compare::<f32>(chunk, seed % 2, seed))
-            })
+            let mut both = Both::load(rank, &plan, options)?;
+            chunks
+                .iter()
+                .enumerate()
+                .try_for_each(|(seed, &chunk)| both.compare::<f32>(chunk, seed % 2, seed))
         });
     }
 }
 
 #[test]
 fn every_plan_of_the_library_has_the_hosts_bits_on_2() {
-    whole_library(2, &[4, 36, 1001]);
+    whole_library(2, &[4, 36, 1001], INTERPRETED);
 }
 
 #[test]
 fn every_plan_of_the_library_has_the_hosts_bits_on_4() {
-    whole_library(4, &[36, 101]);
+    whole_library(4, &[36, 101], INTERPRETED);
 }
 
 /// More thread blocks, with a part of every chunk each.
-#[test]
-fn instances_share_the_work_on_2() {
+fn instances(options: CudaOptions) {
     for (algorithm, mut setting) in library(None, 2) {
         setting.options.instances = 3;
         let plan = proved(algorithm.plan(&setting).unwrap());
         on_gpus(2, |rank| {
-            FORMS.into_iter().try_for_each(|options| {
-                let mut both = Both::load(rank, &plan, options)?;
-                both.compare::<f32>(40, 0, 0)?;
-                both.compare::<f32>(1001, 1, 1)
-            })
+            let mut both = Both::load(rank, &plan, options)?;
+            both.compare::<f32>(40, 0, 0)?;
+            both.compare::<f32>(1001, 1, 1)
+        });
+    }
+}
+
+#[test]
+fn instances_share_the_work_on_2() {
+    instances(INTERPRETED);
+}
+
+fn every_operation(options: CudaOptions) {
+    for plan in plans::all(3, ReduceOp::Sum) {
+        let plan = proved(plan);
+        on_gpus(3, |rank| {
+            let mut both = Both::load(rank, &plan, options)?;
+            [16, 4, 64]
+                .into_iter()
+                .enumerate()
+                .try_for_each(|(seed, chunk)| both.compare::<f32>(chunk, seed, seed))
         });
     }
 }
 
 #[test]
 fn every_operation_has_the_hosts_bits_on_3() {
-    for plan in plans::all(3, ReduceOp::Sum) {
-        let plan = proved(plan);
-        on_gpus(3, |rank| {
-            FORMS.into_iter().try_for_each(|options| {
-                let mut both = Both::load(rank, &plan, options)?;
-                let mut chunks = [16, 4, 64].into_iter().enumerate();
-                chunks.try_for_each(|(seed, chunk)| both.compare::<f32>(chunk, seed, seed))
-            })
-        });
-    }
+    every_operation(INTERPRETED);
 }
 
-#[test]
-fn every_dtype_and_operator_has_the_hosts_bits_on_2() {
+fn every_dtype_and_operator(options: CudaOptions) {
     use plans::Relay;
     for op in [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max] {
         for plan in [
@@ -159,11 +165,9 @@ fn every_dtype_and_operator_has_the_hosts_bits_on_2() {
             plans::local_reduce(2, op),
         ] {
             let plan = proved(plan.unwrap());
-            for options in FORMS.into_iter().flat_map(|options| {
-                PacketKind::ALL.map(|packets| CudaOptions { packets, ..options })
-            }) {
+            for packets in [PacketKind::LL8, PacketKind::LL16] {
                 on_gpus(2, |rank| {
-                    let mut both = Both::load(rank, &plan, options)?;
+                    let mut both = Both::load(rank, &plan, CudaOptions { packets, ..options })?;
                     for &dtype in DType::NUMERIC {
                         with_dtype!(dtype, T => both.compare::<T>(96 / size_of::<T>(), 1, 5)?);
                     }
@@ -172,4 +176,9 @@ fn every_dtype_and_operator_has_the_hosts_bits_on_2() {
             }
         }
     }
+}
+
+#[test]
+fn every_dtype_and_operator_has_the_hosts_bits_on_2() {
+    every_dtype_and_operator(INTERPRETED);
 }

@@ -150,7 +150,7 @@ impl Family for Combining {
 }
 
 /// A kernel of the low-latency form.
-pub(super) trait LowLatencyFamily: Family<Arguments = LowLatencyCall> {
+pub(super) trait LowLatencyFamily: Family<Arguments = LowLatencyCall> + Copy {
     /// The kernel for other phases of the same call.
     fn with(self, phases: Phases) -> Self;
 

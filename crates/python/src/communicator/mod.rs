@@ -265,17 +265,18 @@ impl Communicator {
     }
 
     #[doc = stub!("Communicator.load_plan")]
-    #[pyo3(signature = (plan, *, device = None, packets = "ll16", most_scratch = None))]
+    #[pyo3(signature = (plan, *, device = None, packets = "ll16", form = "auto", most_scratch = None))]
     fn load_plan(
         &self,
         py: Python<'_>,
         plan: &Bound<'_, PyAny>,
         device: Option<Place>,
         packets: &str,
+        form: &str,
         most_scratch: Option<Count>,
     ) -> Result<Plan> {
         let place = device.unwrap_or(Place::Host);
-        self.load(py, plan, &HowLoaded { place, packets, most_scratch })
+        self.load(py, plan, &HowLoaded { place, packets, form, most_scratch })
     }
 }
 

@@ -13,7 +13,10 @@ use antiphon::{
     prelude::{DType, FabricError},
     tensor::Device,
 };
-use antiphon_executor::{ExecutorError, LoadedPlan, Options, PacketKind, cuda::CudaOptions};
+use antiphon_executor::{
+    ExecutorError, LoadedPlan, Options, PacketKind,
+    cuda::{CudaOptions, Form},
+};
 use antiphon_plan::{PlanError, verify::Memory};
 use pyo3::{
     exceptions::{PyNotImplementedError, PyRuntimeError, PyTypeError, PyValueError},
@@ -75,6 +78,7 @@ impl Operands {
 pub(super) struct HowLoaded<'a> {
     pub(super) place: Place,
     pub(super) packets: &'a str,
+    pub(super) form: &'a str,
     pub(super) most_scratch: Option<Count>,
 }
 
@@ -86,12 +90,23 @@ impl HowLoaded<'_> {
         })
     }
 
+    fn form(&self) -> PyResult<Form> {
+        Form::ALL.into_iter().find(|form| form.name() == self.form).ok_or_else(|| {
+            let known = Form::ALL.map(Form::name).join(", ");
+            PyValueError::new_err(format!("unknown form {:?}: known are {known}", self.form))
+        })
+    }
+
     /// The GPU, if it is one.
     fn device(&self, py: Python<'_>) -> Result<Option<u32>> {
         match self.place {
             Place::Cuda(device) => Ok(Some(device_or_current(py, device)?)),
             Place::Host if self.most_scratch.is_some() => {
                 let text = "load_plan: most_scratch is for plans on GPUs: pass device=\"cuda\" with it";
+                Err(PyValueError::new_err(text).into())
+            }
+            Place::Host if self.form()? != Form::Auto => {
+                let text = "load_plan: form is for plans on GPUs: pass device=\"cuda\" with it";
                 Err(PyValueError::new_err(text).into())
             }
             Place::Host => Ok(None),
@@ -108,7 +123,7 @@ impl Communicator {
         how: &HowLoaded<'_>,
     ) -> Result<Plan> {
         let (queue, source) = (self.queue()?, Source::of(source)?);
-        let (packets, device) = (how.packets()?, how.device(py)?);
+        let (packets, form, device) = (how.packets()?, how.form()?, how.device(py)?);
         let most_scratch = how.most_scratch.map_or(CudaOptions::default().most_scratch, |bytes| bytes.0);
         let mut unread = None;
         let loaded = interrupt::detached(py, || {
@@ -123,7 +138,7 @@ impl Communicator {
             // A rank without a plan tells the others, which would wait for it.
             let loaded = match device {
                 Some(device) => {
-                    let options = CudaOptions { packets, most_scratch };
+                    let options = CudaOptions { packets, form, most_scratch };
                     Loaded::Gpu(self.gpus().load_plan(&queue, device, proved, options)?)
                 }
                 None => Loaded::Host(Box::new(Mutex::new(Some(queue.run(|comm| {
