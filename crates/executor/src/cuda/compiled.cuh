@@ -1,7 +1,7 @@
 // What the cases of a compiled kernel call, each with what is known of its steps: the kind, the operator, the numbers of sources and
 // destinations. Behind steps.cuh, and ahead of the cases, which end with `run`. The page of the Rust module compiled.rs says more.
 
-// A block's part of the table; all of its threads have copied it into shared memory if it fits there (IS_COPIED), with addresses that
+// A block's part of the table; its warps have copied it into shared memory if it fits there (IS_COPIED), with addresses that
 // hold for the launch. A warp that has given up does nothing until the block's threads meet, and then the block ends.
 struct block_steps {
     const arguments& a;
@@ -266,11 +266,11 @@ execute(const __grid_constant__ arguments a, const __grid_constant__ plan_call p
     pdl_wait();
     const block_end end(a);
     const plan_block& block = p.blocks[blockIdx.x];
-    if (IS_COPIED) { // while the ranks meet
+    if (IS_COPIED && thread() >= 32) { // while the first warp sends the tags
         const plan_step* steps = p.steps + block.first_step;
         const plan_item* items = p.items + block.first_item;
-        for (u32 i = thread(); i < block.steps * 4; i += THREADS) ((uint4*)copied().steps)[i] = ((const uint4*)steps)[i];
-        for (u32 i = thread(); i < block.items; i += THREADS) {
+        for (u32 i = thread() - 32; i < block.steps * 4; i += THREADS - 32) ((uint4*)copied().steps)[i] = ((const uint4*)steps)[i];
+        for (u32 i = thread() - 32; i < block.items; i += THREADS - 32) {
             plan_item item = items[i];
             item.at = address_of(p, item);
             copied().items[i] = item;
