@@ -223,7 +223,7 @@ def main_of_kit(kit: str, ranks_per_gpu: str, *arguments: str) -> None:
     sys.path.insert(0, kit)
     os.environ["ANTIPHON_RANKS_PER_GPU"] = ranks_per_gpu
     sys.argv = [str(Path(kit) / "bench_mscclpp.py"), *arguments]
-    script = importlib.import_module("bench_mscclpp")
+    script: Any = importlib.import_module("bench_mscclpp")
     script.worker = worker_of_kit
     script.main()
 
@@ -232,15 +232,17 @@ def worker_of_kit(rank: int, arguments: Any, meet: Any, results: Any) -> None:
     """A rank of the kit's script; the script itself gives every rank the GPU of its number."""
     import torch
 
-    script = importlib.import_module("bench_mscclpp")
+    script: Any = importlib.import_module("bench_mscclpp")
     gpu = rank // int(os.environ["ANTIPHON_RANKS_PER_GPU"])
     set_device = torch.cuda.set_device
 
-    class Lib(script.Lib):  # type: ignore[misc]
+    base: Any = script.Lib
+
+    class Lib(base):  # type: ignore[misc]
         def __call__(self, name: str, *given: Any) -> Any:
             return super().__call__(name, *given[:-1], gpu) if name == "open" else super().__call__(name, *given)
 
-    torch.cuda.set_device = lambda _: set_device(gpu)
+    torch.cuda.set_device = lambda device: set_device(gpu)
     script.Lib = Lib
     script.worker(rank, arguments, meet, results)
 
