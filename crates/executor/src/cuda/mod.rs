@@ -120,6 +120,6 @@ mod size;
 mod table;
 mod tenants;
 
-pub use collection::{AlgorithmCollection, Explained};
+pub use collection::{AlgorithmCollection, Choice, Explained};
 pub use kernel::{KernelNeeds, PlanKernel};
 pub use plan::{CudaOptions, CudaPlan};
