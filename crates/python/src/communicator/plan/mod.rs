@@ -1,5 +1,6 @@
 //! The class `Plan`: an execution plan that is loaded on a communicator.
 
+mod collection;
 mod source;
 
 use std::{
@@ -20,6 +21,7 @@ use pyo3::{
     prelude::*,
 };
 
+pub(crate) use self::collection::PlanCollection;
 use self::source::{Source, prove};
 use super::{Communicator, refused};
 use crate::{
