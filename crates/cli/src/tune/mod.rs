@@ -49,7 +49,7 @@ pub struct Args {
     ranks: Option<usize>,
 
     #[command(flatten)]
-    plans: plans::Args,
+    plans: plans::Plans,
 
     /// Be one of the ranks that the command starts
     #[arg(long, hide = true)]

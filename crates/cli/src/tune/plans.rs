@@ -34,7 +34,7 @@ use crate::{
 /// How plans are measured.
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Plans")]
-pub struct Args {
+pub struct Plans {
     /// On cuda: measure the plans of this folder (its .json files) beside the built-in calls instead, for collections of the same plans
     #[arg(long, value_name = "DIR")]
     pub plans: Option<PathBuf>,
@@ -56,7 +56,7 @@ pub struct Args {
     allow_other_bits: bool,
 }
 
-impl Args {
+impl Plans {
     fn ranks_per_gpu(&self) -> usize {
         self.ranks_per_gpu.map_or(1, NonZeroUsize::get)
     }
@@ -69,7 +69,7 @@ impl Args {
 }
 
 /// Starts the ranks for which the folder's plans are.
-pub(super) fn start(args: &Args, folder: &Path, ranks: Option<usize>) -> Result<ExitStatus> {
+pub(super) fn start(args: &Plans, folder: &Path, ranks: Option<usize>) -> Result<ExitStatus> {
     let plans = proved(folder)?;
     let ranks = ranks.unwrap_or_else(|| plans[0].1.plan().num_ranks());
     for (file, plan) in &plans {
@@ -101,7 +101,7 @@ fn proved(folder: &Path) -> Result<Vec<(PathBuf, VerifiedPlan)>> {
 }
 
 /// Measures on a rank, the first of which prints what was found.
-pub(super) fn work(args: &Args, folder: &Path) -> Result<ExitStatus> {
+pub(super) fn work(args: &Plans, folder: &Path) -> Result<ExitStatus> {
     let comm = &Communicator::from_env()?;
     let plans = proved(folder)?;
     let device = Driver::load()?.device((comm.rank() / args.ranks_per_gpu()) as u32)?;
