@@ -8,7 +8,7 @@ use antiphon::{
     prelude::{DType, FabricError},
 };
 use antiphon_executor::{AlgorithmCollection, ExecutorError, Options, cuda::CudaOptions};
-use antiphon_plan::{PlanError, verify::Memory};
+use antiphon_plan::verify::Memory;
 use pyo3::{
     exceptions::{PyNotImplementedError, PyValueError},
     prelude::*,
@@ -16,7 +16,7 @@ use pyo3::{
 
 use super::{
     super::{Communicator, prepare::reduce_op, refused},
-    HowLoaded, Source, no_stream, prove,
+    HowLoaded, Source, no_stream,
 };
 use crate::{
     arguments::{Count, DTypeName, Given, Place},
@@ -193,13 +193,8 @@ impl PlanCollection {
         let (queue, packets, device) = (comm.queue()?, how.packets()?, how.device(py)?);
         let mut unread = None;
         let added = interrupt::detached(py, || {
-            let plan = source.plan().inspect_err(|error| {
-                if let PlanError::File { kind, .. } = error {
-                    unread = Some(std::io::Error::new(*kind, error.to_string()));
-                }
-            });
             let memory = if device.is_some() { Memory::Device } else { Memory::Host };
-            let proved = plan.map_err(ExecutorError::from).and_then(|plan| prove(plan, memory));
+            let proved = source.proved(memory, &mut unread);
             let named = proved.as_ref().ok().map(|proved| {
                 let plan = proved.plan();
                 (plan.name.clone().unwrap_or_default(), plan.collective.clone())
