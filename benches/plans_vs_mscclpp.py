@@ -253,6 +253,7 @@ def ours(arguments: argparse.Namespace, plan: Plan, form: str, sizes: list[int],
     command += ["--size", ",".join(map(str, sizes)), "--packets", arguments.packets]
     command += ["--ranks-per-gpu", str(arguments.ranks_per_gpu)]
     command += ["--form", form] if form else []
+    command += ["--registered"] if arguments.registered else []
     command += ["--beside", "all-reduce"] if plan.collective == "allreduce" else []
     return run(command, seconds)
 
@@ -284,6 +285,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--library", nargs="*", default=LIBRARY, help="algorithms of our library, on both")
     parser.add_argument("--instances", type=int, nargs="+", default=[1, 4, 8], help="of our library's")
     parser.add_argument("--forms", nargs="+", default=[""], help="of our kernel: auto, compiled, interpreted")
+    parser.add_argument("--registered", action="store_true", help="our tensors are registered, as the peer's are")
     parser.add_argument("--packets", choices=["ll8", "ll16"], default="ll16")
     parser.add_argument("--packet-limit", type=int, default=4 << 20, help="bytes of the largest messages of plans with packets")
     parser.add_argument("--limit", type=float, default=480, help="seconds for all")
@@ -359,7 +361,7 @@ def main() -> None:
     print(table(rows.sorted(), arguments.forms), best_table(fastest), sep="\n\n")
     if arguments.record:
         figures = [vars(row) | {"ratios": row.ratios()} for row in rows.sorted()]
-        facts = {"ranks": ranks, "ranks per GPU": arguments.ranks_per_gpu, "libraries": libraries(arguments)}
+        facts = {"ranks": ranks, "ranks per GPU": arguments.ranks_per_gpu, "registered": arguments.registered, "libraries": libraries(arguments)}
         record.write(arguments.record, facts | {"figures": f"{DTYPE}, µs", "notes": notes, "best": fastest, "rows": figures})
     if not any(row.ours for row in rows.rows.values()) or any(row.wrong for row in rows.rows.values()):
         raise SystemExit(1)
