@@ -24,7 +24,7 @@ from typing import Any
 #: What every record has.
 FACTS = ("command", "machine", "commit", "date")
 #: Variables that change what is measured.
-VARIABLES = ("NCCL_", "TORCH_SYMM_MEM", "NVSHMEM_", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE", "OMP_NUM_THREADS")
+VARIABLES = ("MSCCLPP_", "NCCL_", "TORCH_SYMM_MEM", "NVSHMEM_", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE", "OMP_NUM_THREADS")
 HERE = Path(__file__).resolve().parent
 
 

@@ -13,6 +13,7 @@ SAYS = {
     "call_overhead.py": r"\d+\.\d µs for each call of all_reduce, in place",
     "cuda_graph.py": r"20 steps (replayed as a graph|one by one) on (cuda|cpu): as computed alone",
     "plan.py": r"20 calls (replayed as a graph|one by one) on (cuda|cpu): as the program says",
+    "plan_collection.py": r"on (cuda|cpu), small and large messages by the (fastest|first .*): \S+, \S+|1 rank: the library's plans are for 2",
     "all_reduce.py": r"the sum over \d ranks of \[1. 1. 1. 1.\], ... is \[",
     "tensor_parallel_mlp.py": r"largest error \S+e-\d+, allowed",
     "mixed_tp_dp.py": r"\d+ groups of \d+, \d+ tokens: \S+ and \S+ fused, largest error \S+, allowed",

@@ -55,6 +55,7 @@ __all__ = [
     "MoeLowLatencyHandle",
     "PeerLostError",
     "Plan",
+    "PlanCollection",
     "Program",
     "SharedBuffer",
     "Switch",
@@ -689,6 +690,83 @@ class Plan:
     def close(self) -> None:
         """Frees the plan's memory. All ranks call it together, when no graph with calls of the plan is launched any more; a plan
         that is dropped keeps its memory until the communicator is closed."""
+
+@final
+class PlanCollection:
+    """Plans of a communicator, and on GPUs this library's own calls beside them, from which every call takes one: the fastest at its size,
+    once they were measured (:meth:`tune`), else the first that was added and serves the collective, the dtype and the size. All ranks make
+    the same collection, add the same in the same order, and so take the same without asking each other.
+
+        plans = antiphon.PlanCollection(comm, device="cuda")
+        plans.add_built_in()
+        plans.add("two_shot.json")
+        plans.tune((1 << 10, 4 << 20), "bfloat16")
+        total = plans.execute("allreduce", x)
+
+    Collectives are ``"allreduce"``, ``"allgather"``, ``"reducescatter"`` and ``"alltoall"``. ``device`` is that of
+    :meth:`Communicator.load_plan`; on the host nothing is measured. A measurement chooses among plans that reduce once and in the order of
+    the ranks, as the built-in calls do, if the first one that was added does, so that the results' bits do not depend on it; with
+    ``allow_other_bits`` it chooses among all."""
+
+    def __new__(
+        cls, comm: Communicator, *, device: str | int | _Device | None = None, allow_other_bits: bool = False
+    ) -> Self: ...
+    @property
+    def device(self) -> int | None:
+        """The number of the GPU, or ``None`` on the host."""
+
+    def __len__(self) -> int:
+        """How many plans there are, with the built-in calls."""
+
+    def add(
+        self,
+        plan: str | os.PathLike[str] | FinishedPlan | _Program,
+        *,
+        dtypes: Sequence[DTypeName] | None = None,
+        packets: Literal["ll8", "ll16"] = "ll16",
+        most_scratch: int | None = None,
+    ) -> None:
+        """Loads a plan, as :meth:`Communicator.load_plan`, for arrays of these dtypes, or of all. All ranks call it together. It raises
+        what that raises."""
+
+    def add_built_in(self, op: Op | None = None) -> None:
+        """Adds this library's own all-reduce, all-gather, reduce-scatter and all-to-all. They reduce by ``op``, sum, min or max, the dtypes
+        float32, float16 and bfloat16. All ranks call it together. Raises ``ValueError`` for another ``op``, ``NotImplementedError`` on the
+        host."""
+
+    def tune(self, sizes: tuple[int, int], dtype: DTypeName, *, collective: str | None = None) -> None:
+        """Measures what does a collective, by default each one that plans were added for, with messages of ``sizes[0]`` bytes to
+        ``sizes[1]``, each twice the one before, in graphs; a time is that of the slowest rank. From then on a call takes the fastest one. The
+        times are kept in the cache file of ``antiphon tune``, where a collection of the same plans between such GPUs finds them. It takes
+        seconds, and two arrays of the largest size. All ranks call it together, with nothing under way.
+
+        Raises ``ValueError`` if nothing does the collective, ``RuntimeError`` for a size that nothing serves and for a file that cannot be
+        written, ``NotImplementedError`` on the host."""
+
+    def prepare(self, collective: str, dtype: DTypeName, num_bytes: int) -> None:
+        """Makes what does a call ready, as :meth:`Plan.prepare`; the first time for a collective and a dtype it looks for times in the
+        cache file, too. It is necessary before a graph is captured. All ranks call it together.
+
+        Raises ``ValueError`` with what each plan says if none serves the call; what :meth:`Plan.prepare` raises."""
+
+    @overload
+    def execute(self, collective: str, x: _A, out: None = None, *, stream: int | None = None) -> _A: ...
+    @overload
+    def execute(self, collective: str, x: _Array, out: _O, *, stream: int | None = None) -> _O:
+        """Does a collective on ``x``, by what is the fastest or the first, and returns the output: ``out`` if given, which may be ``x``,
+        else a new array. A call of a dtype and size that was not prepared prepares it, unless the stream is being captured. All ranks call it
+        together, with arrays of the same size and dtype. Streams and failures are those of :meth:`Plan.execute`.
+
+        Raises ``ValueError`` with what each plan says if none serves the call, for arrays on another device than the collection, and for
+        an unknown collective; what :meth:`Plan.execute` raises."""
+
+    def explain(self, collective: str, num_bytes: int, dtype: DTypeName) -> list[tuple[str, float | None, str | None]]:
+        """For each plan, and for the built-in calls, in their order: the name, the time in microseconds, where it was measured at about this
+        size, and why it does not do the call; ``None`` for the one that does. ``num_bytes`` are those of the output of an all-gather, else
+        of the input."""
+
+    def close(self) -> None:
+        """Frees the plans' memory. All ranks call it together, when no graph with calls of the plans is launched any more."""
 
 @final
 class SharedBuffer:

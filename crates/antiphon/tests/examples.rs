@@ -73,3 +73,8 @@ fn tensor_parallel_mlp() {
 fn plan() {
     runs_as_threads_and_processes("plan");
 }
+
+#[test]
+fn plan_collection() {
+    runs_as_threads_and_processes("plan_collection");
+}

@@ -79,6 +79,12 @@ impl Folder {
         command.env("ANTIPHON_PYTHON", self.path("python")).output().unwrap()
     }
 
+    /// `antiphon tune …` in this folder.
+    fn tune(&self, arguments: &str) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_antiphon"));
+        command.current_dir(self.0.path()).arg("tune").args(arguments.split_whitespace()).output().unwrap()
+    }
+
     /// What a command that succeeds prints.
     fn printed(&self, arguments: &str) -> String {
         let output = self.plan(arguments);
@@ -254,6 +260,54 @@ fn plans_run_between_gpus() {
     }
     let shared = folder.printed("run written.json --device cuda --iterations 1 --ranks-per-gpu 2 --size 1K");
     assert!(shared.trim_end().ends_with("right"), "{shared}");
+}
+
+#[test]
+fn collections_are_tuned_between_gpus() {
+    if antiphon_testing::gpus(2).is_none() {
+        return;
+    }
+    let folder = Folder::with(&two_shot(true).unwrap());
+    fs::create_dir(folder.path("plans")).unwrap();
+    fs::rename(folder.path("written.json"), folder.path("plans/two_shot.json")).unwrap();
+    fs::write(folder.path("plans/packets.json"), packets().unwrap().to_json()).unwrap();
+    let output = folder.tune("--device cuda --plans plans --sizes 1K..2K --dtype f32 --allow-other-bits");
+    let (said, errors) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success(), "{said}{errors}");
+    // The built-in calls reduce as the first plan does: `packets` by max, and so the sum of `two_shot` is another thing.
+    let lines: Vec<_> = said.lines().collect();
+    assert_eq!(lines[0], "allreduce of f32, 2 ranks");
+    assert!(lines[1].contains("built-in µs") && lines[1].contains("packets µs"), "{said}");
+    assert!(
+        !lines[1].contains("two_shot") && lines[2].contains("1024") && lines[3].contains("2048"),
+        "{said}"
+    );
+    assert!(lines[4].starts_with("two_shot was not measured: it has other results than"), "{said}");
+    assert!(said.trim_end().ends_with("tuning.json"), "{said}");
+    let shared = folder.tune("--device cuda --plans plans --sizes 1K --ranks-per-gpu 2");
+    assert!(shared.status.success(), "{}", text(&shared.stderr));
+}
+
+#[test]
+fn what_tuning_plans_lacks_is_said() {
+    let folder = Folder::with(&two_shot(true).unwrap());
+    for (name, plan) in [("empty", None), ("wrong", Some(two_shot(false))), ("right", Some(two_shot(true)))] {
+        fs::create_dir(folder.path(name)).unwrap();
+        if let Some(plan) = plan {
+            fs::write(folder.path(name).join("plan.json"), plan.unwrap().to_json()).unwrap();
+        }
+    }
+    for (arguments, said) in [
+        ("--plans right", "--plans is for --device cuda"),
+        ("--device cuda --sizes 1K", "--plans"),
+        ("--device cuda --plans nowhere", "nowhere: No such file or directory"),
+        ("--device cuda --plans empty", "empty: there is no plan, no file *.json"),
+        ("--device cuda --plans wrong", "wrong/plan.json: "),
+        ("--device cuda --plans right -n 4", "right/plan.json: the plan is for 2 ranks, not 4"),
+    ] {
+        let output = folder.tune(arguments);
+        assert!(!output.status.success() && text(&output.stderr).contains(said), "{arguments}: {output:?}");
+    }
 }
 
 #[test]

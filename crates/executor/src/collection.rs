@@ -1,7 +1,7 @@
 //! A collection of plans, from which each call chooses one.
 
 use antiphon_fabric::Communicator;
-use antiphon_plan::{Extent, escaped, verify::VerifiedPlan};
+use antiphon_plan::{Extent, Plan, escaped, verify::VerifiedPlan};
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
 use crate::{ExecutorError, LoadedPlan, Options, error::Result};
@@ -19,6 +19,23 @@ struct Entry {
     plan: LoadedPlan,
     /// All, if there is none.
     dtypes: Vec<DType>,
+}
+
+impl Entry {
+    /// Why the plan does not do a call, if it does not.
+    fn refusal(&self, collective: &str, [input, output]: [usize; 2], dtype: DType) -> Option<String> {
+        let plan = self.plan.plan();
+        if plan.collective != collective {
+            return Some(format!("it does {}", escaped(&plan.collective)));
+        }
+        if !self.dtypes.is_empty() && !self.dtypes.contains(&dtype) {
+            let names: Vec<_> = self.dtypes.iter().map(|dtype| dtype.name()).collect();
+            return Some(format!("it was added for {}", names.join(", ")));
+        }
+        let fits = Extent::new(plan, input as u64, output as u64).map_err(ExecutorError::from);
+        let fits = fits.and_then(|extent| self.plan.most(&extent, dtype.size()).map(drop));
+        fits.err().map(|error| error.to_string())
+    }
 }
 
 impl AlgorithmCollection {
@@ -54,14 +71,7 @@ impl AlgorithmCollection {
         [input, output]: [usize; 2],
         dtype: DType,
     ) -> Result<&mut LoadedPlan> {
-        let serves = |entry: &Entry| {
-            let plan = entry.plan.plan();
-            plan.collective == collective
-                && (entry.dtypes.is_empty() || entry.dtypes.contains(&dtype))
-                && Extent::new(plan, input as u64, output as u64)
-                    .is_ok_and(|extent| entry.plan.most(&extent, dtype.size()).is_ok())
-        };
-        match self.0.iter().position(serves) {
+        match self.place(collective, [input, output], dtype) {
             Some(place) => Ok(&mut self.0[place].plan),
             None => Err(ExecutorError::NoPlan {
                 collective: collective.to_owned(),
@@ -87,6 +97,33 @@ impl AlgorithmCollection {
         let (input, output) = (input.into(), output.into());
         let bytes = [input.num_bytes(), output.num_bytes()];
         self.select(comm, collective, bytes, input.dtype())?.execute(comm, input, output)
+    }
+
+    /// For each plan, in their order, why it does not do `collective` with an input and an output of these sizes in bytes; none for the one
+    /// that does it.
+    pub fn explain(&self, collective: &str, bytes: [usize; 2], dtype: DType) -> Vec<(&Plan, Option<String>)> {
+        let chosen = self.place(collective, bytes, dtype);
+        let explained = self.0.iter().enumerate().map(|(place, entry)| {
+            let why_not = entry.refusal(collective, bytes, dtype).or_else(|| {
+                let first = chosen.filter(|&chosen| chosen != place)?;
+                let name = self.0[first].plan.plan().name.as_deref().unwrap_or("?");
+                Some(format!("{name:?} was added before it"))
+            });
+            (entry.plan.plan(), why_not)
+        });
+        explained.collect()
+    }
+
+    /// Gives the plans' symmetric memory back. All ranks call it together.
+    ///
+    /// # Errors
+    /// As [`LoadedPlan::free`].
+    pub fn free(self, comm: &Communicator) -> Result<()> {
+        self.0.into_iter().try_for_each(|entry| entry.plan.free(comm))
+    }
+
+    fn place(&self, collective: &str, bytes: [usize; 2], dtype: DType) -> Option<usize> {
+        self.0.iter().position(|entry| entry.refusal(collective, bytes, dtype).is_none())
     }
 
     fn known(&self) -> String {

@@ -240,6 +240,15 @@ fn a_collection_takes_the_first_plan_that_serves() {
         let mut output = [0f32; 16];
         plans.execute(&comm, "allreduce", &[1f32; 16], &mut output).unwrap();
         assert_eq!(output, [2.0; 16]);
+        let why_not = |collective, bytes: usize, dtype| -> Vec<_> {
+            let explained = plans.explain(collective, [bytes; 2], dtype).into_iter();
+            explained.map(|(_, why_not)| why_not.unwrap_or_else(|| "does it".into())).collect()
+        };
+        assert_eq!(why_not("allreduce", 512, DType::F32), ["does it", "\"packets\" was added before it"]);
+        assert_eq!(why_not("allreduce", 512, DType::I32), ["it was added for f32", "does it"]);
+        assert_eq!(why_not("allgather", 512, DType::F32), ["it does allreduce"; 2]);
+        assert!(why_not("allreduce", 2048, DType::F32)[0].contains("1024"));
+        plans.free(&comm).unwrap();
     });
 }
 

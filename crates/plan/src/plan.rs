@@ -55,7 +55,12 @@ impl Plan {
 
     /// The operation that [`collective`](Self::collective) names in MSCCL++'s words, if it is one of theirs.
     pub fn operation(&self) -> Option<Operation> {
-        match self.collective.as_str() {
+        Self::operation_of(&self.collective)
+    }
+
+    /// The operation that a collective's name means in MSCCL++'s words, if it is one of theirs.
+    pub fn operation_of(collective: &str) -> Option<Operation> {
+        match collective {
             "allgather" => Some(Operation::AllGather),
             "allreduce" => Some(Operation::AllReduce),
             "reducescatter" => Some(Operation::ReduceScatter),

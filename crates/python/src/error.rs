@@ -70,6 +70,7 @@ impl From<ExecutorError> for Error {
         let text = error.to_string();
         Self(match error {
             ExecutorError::Fabric(error) => return error.into(),
+            ExecutorError::Tuning(error) => return CollectiveError::clone(&error).into(),
             ExecutorError::Stuck { reason, .. } => kind(&reason)(text),
             ExecutorError::DTypes { .. } => PyTypeError::new_err(text),
             ExecutorError::PlansDiffer { .. }

@@ -52,7 +52,7 @@ mod _core {
         call::operations,
         comm::{compute_fp4_swizzled_layout_sf_size, strided_memory},
         command::main,
-        communicator::{Communicator, Plan, launcher_variables},
+        communicator::{Communicator, Plan, PlanCollection, launcher_variables},
         cuda::CudaBuffer,
         error::{AbortedError, PeerLostError},
         fork::after_fork,

@@ -9,6 +9,7 @@ mod show;
 mod simulate;
 mod verify;
 
+pub(crate) use run::enough_gpus;
 use std::io::{self, Write};
 use std::path::Path;
 
@@ -55,12 +56,12 @@ pub fn execute(args: Args) -> ExitStatus {
 }
 
 /// Reads a plan's file.
-fn read(file: &Path) -> Result<Plan> {
+pub(crate) fn read(file: &Path) -> Result<Plan> {
     Ok(Plan::from_file(file).map_err(|error| about(file, error))?)
 }
 
 /// A proof of the plan for a memory, or what is wrong with it.
-fn prove(plan: &Plan, memory: Memory) -> Result<VerifiedPlan> {
+pub(crate) fn prove(plan: &Plan, memory: Memory) -> Result<VerifiedPlan> {
     let options = Options { memory, ..Options::default() };
     Ok(VerifiedPlan::new(plan.clone(), &options).map_err(|report| report.to_string())?)
 }

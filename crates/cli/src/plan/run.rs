@@ -195,7 +195,7 @@ fn ranks_per_gpu(args: &Args) -> usize {
 }
 
 /// Refuses ranks for which there are too few GPUs, before each of them does.
-fn enough_gpus(ranks: usize, ranks_per_gpu: usize) -> Result<()> {
+pub(crate) fn enough_gpus(ranks: usize, ranks_per_gpu: usize) -> Result<()> {
     let (needed, found) = (ranks.div_ceil(ranks_per_gpu), Driver::load()?.device_count()? as usize);
     match found < needed {
         false => Ok(()),
@@ -282,7 +282,7 @@ fn text(compared: &Compared, plan: &Plan, ranks: usize) -> String {
         (Some(wrong), _) => format!("{wrong} elements are wrong"),
     };
     let beside = compared.all_reduce.map_or(String::new(), |beside| {
-        format!(" {:>14.1} {:>7.2}", beside.latency_us, ran.latency_us / beside.latency_us)
+        format!(" {:>14.2} {:>7.2}", beside.latency_us, ran.latency_us / beside.latency_us)
     });
-    format!("{:>12} {:>10.1} {algbw:>12.2} {busbw:>12}{beside}  {results}", ran.bytes, ran.latency_us)
+    format!("{:>12} {:>10.2} {algbw:>12.2} {busbw:>12}{beside}  {results}", ran.bytes, ran.latency_us)
 }

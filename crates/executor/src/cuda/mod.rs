@@ -123,7 +123,7 @@ mod size;
 mod table;
 mod tenants;
 
-pub use collection::{AlgorithmCollection, Explained};
+pub use collection::{AlgorithmCollection, Choice, Explained};
 pub use compiled::Form;
 pub use kernel::{KernelNeeds, PlanKernel};
 pub use plan::{CudaOptions, CudaPlan};

@@ -40,6 +40,17 @@ pub(crate) enum CallTensors {
     Apart(Option<Tensor>, Option<Tensor>),
 }
 
+impl CallTensors {
+    /// The same with other tensors.
+    pub(crate) fn map(self, other: impl Fn(Tensor) -> Tensor) -> Self {
+        match self {
+            Self::Nowhere => Self::Nowhere,
+            Self::Shared(tensor) => Self::Shared(other(tensor)),
+            Self::Apart(input, output) => Self::Apart(input.map(&other), output.map(&other)),
+        }
+    }
+}
+
 /// A collective with its operands.
 #[derive(Debug, Clone)]
 pub(crate) struct Call {

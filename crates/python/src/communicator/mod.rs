@@ -24,7 +24,7 @@ use antiphon::{
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
 
 use plan::HowLoaded;
-pub(crate) use plan::Plan;
+pub(crate) use plan::{Plan, PlanCollection};
 use prepare::call;
 
 use crate::{

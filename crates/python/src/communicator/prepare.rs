@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// An operator as its name, in any case; as the enum, whose values are the names; or as torch's.
-fn reduce_op(op: Option<&Bound<'_, PyAny>>) -> PyResult<ReduceOp> {
+pub(super) fn reduce_op(op: Option<&Bound<'_, PyAny>>) -> PyResult<ReduceOp> {
     let Some(op) = op else { return Ok(ReduceOp::Sum) };
     let unknown = |e: antiphon::device::UnknownReduceOp| PyValueError::new_err(e.to_string());
     match op.cast::<PyString>() {

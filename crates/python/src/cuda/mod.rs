@@ -4,6 +4,7 @@
 //! While it has the lock, it needs the interpreter at most to check for signals.
 
 mod buffer;
+mod collections;
 mod failure;
 mod last_streams;
 mod parts;
@@ -28,6 +29,7 @@ use antiphon::{
 use pyo3::prelude::*;
 
 pub(crate) use buffer::CudaBuffer;
+pub(crate) use collections::{CollectionOnGpu, Said};
 pub(crate) use failure::Action;
 pub(crate) use parts::{List, Part, Parts, primary};
 pub(crate) use plans::LoadedOnGpu;

@@ -10,7 +10,7 @@ use antiphon::{
 };
 use antiphon_executor::{
     ExecutorError,
-    cuda::{CudaOptions, CudaPlan},
+    cuda::{AlgorithmCollection, CudaOptions, CudaPlan},
 };
 use antiphon_plan::verify::VerifiedPlan;
 use pyo3::prelude::*;
@@ -18,21 +18,31 @@ use pyo3::prelude::*;
 use super::{Gpus, LastStreams, Order, Part, Parts};
 use crate::{communicator::refused, error::Result, operand::Tensor, stream::RawStream};
 
-type Outcome<T = ()> = std::result::Result<T, ExecutorError>;
+pub(super) type Outcome<T = ()> = std::result::Result<T, ExecutorError>;
 
 /// The plans of a communicator on a GPU. A plan that a program drops without closing it stays until the communicator is closed:
 /// graphs may have its calls, and its end waits for the GPU.
 pub(crate) struct Plans {
-    context: Context,
+    pub(super) context: Context,
     /// Those that are closed are absent.
     loaded: Vec<Option<CudaPlan>>,
+    /// Those that are closed are absent.
+    pub(super) collections: Vec<Option<AlgorithmCollection>>,
     /// The action after a failure, until there is a plan that takes it.
     action: Cell<Option<OnFailure>>,
 }
 
 impl Plans {
     fn first(&self) -> Option<&CudaPlan> {
-        self.loaded.iter().flatten().next()
+        let collected = self.collections.iter().flatten().flat_map(AlgorithmCollection::plans);
+        self.loaded.iter().flatten().chain(collected).next()
+    }
+
+    /// Gives the action to the plans, now that there is one.
+    pub(super) fn take_action(&self) {
+        if let Some(action) = self.action.take() {
+            self.on_failure(action);
+        }
     }
 }
 
@@ -49,7 +59,8 @@ impl Part for Plans {
     }
 
     fn check(&self) -> Result<()> {
-        self.loaded.iter().flatten().try_for_each(|plan| Ok(plan.check()?))
+        self.loaded.iter().flatten().try_for_each(CudaPlan::check)?;
+        Ok(self.collections.iter().flatten().try_for_each(AlgorithmCollection::check)?)
     }
 }
 
@@ -71,31 +82,34 @@ impl Gpus {
         plan: Outcome<VerifiedPlan>,
         options: CudaOptions,
     ) -> Outcome<LoadedOnGpu> {
-        let make = |_: &_, context: &Context| {
-            let (context, action) = (context.clone(), Cell::default());
-            Ok::<_, ExecutorError>(Plans { context, loaded: Vec::new(), action })
-        };
-        // SAFETY: there is no stream.
-        let opened = unsafe { self.plans.with((queue, device, None), "plan", make, |_| Ok(())) };
+        let opened = self.open_plans(queue, device);
         let plan = plan.and_then(|plan| opened.map(|()| plan));
         let place = queue.run(|comm| {
             let plan = comm.agree("has no plan that can run", plan)?;
             with_open(&self.plans, device, |plans| {
                 let plan = CudaPlan::load(comm, &plans.context, &plan, options)?;
-                if let Some(action) = plans.action.take() {
-                    plan.on_failure(action);
-                }
                 plans.loaded.push(Some(plan));
+                plans.take_action();
                 Ok(plans.loaded.len() - 1)
             })
         })?;
         let (plans, last_streams) = (self.plans.clone(), self.last_streams.clone());
         Ok(LoadedOnGpu { device, plans, place, last_streams })
     }
+
+    /// Makes the list of plans on a GPU, unless there is one.
+    pub(super) fn open_plans(&self, queue: &Queue, device: u32) -> Outcome {
+        let make = |_: &_, context: &Context| {
+            let (context, action) = (context.clone(), Cell::default());
+            Ok::<_, ExecutorError>(Plans { context, loaded: Vec::new(), collections: Vec::new(), action })
+        };
+        // SAFETY: there is no stream.
+        unsafe { self.plans.with((queue, device, None), "plan", make, |_| Ok(())) }
+    }
 }
 
 /// With the plans of a device.
-fn with_open<T>(
+pub(super) fn with_open<T>(
     plans: &Parts<Plans>,
     device: u32,
     work: impl FnOnce(&mut Plans) -> Outcome<T>,
@@ -166,7 +180,7 @@ impl LoadedOnGpu {
 
 /// # Safety
 /// As [`LoadedOnGpu::execute`].
-unsafe fn call(
+pub(super) unsafe fn call(
     plan: &CudaPlan,
     input: Option<Tensor>,
     output: Tensor,

@@ -1,11 +1,9 @@
 //! The class `Plan`: an execution plan that is loaded on a communicator.
 
+mod collection;
 mod source;
 
-use std::{
-    io,
-    sync::{Arc, PoisonError, Weak},
-};
+use std::sync::{Arc, PoisonError, Weak};
 
 use antiphon::device::sync::Mutex;
 use antiphon::{
@@ -17,13 +15,14 @@ use antiphon_executor::{
     ExecutorError, LoadedPlan, Options, PacketKind,
     cuda::{CudaOptions, Form},
 };
-use antiphon_plan::{PlanError, verify::Memory};
+use antiphon_plan::verify::Memory;
 use pyo3::{
     exceptions::{PyNotImplementedError, PyRuntimeError, PyTypeError, PyValueError},
     prelude::*,
 };
 
-use self::source::{Source, prove};
+pub(crate) use self::collection::PlanCollection;
+use self::source::Source;
 use super::{Communicator, refused};
 use crate::{
     arguments::{Count, DTypeName, Given, Place, overlap, same_device},
@@ -127,13 +126,8 @@ impl Communicator {
         let most_scratch = how.most_scratch.map_or(CudaOptions::default().most_scratch, |bytes| bytes.0);
         let mut unread = None;
         let loaded = interrupt::detached(py, || {
-            let plan = source.plan().inspect_err(|error| {
-                if let PlanError::File { kind, .. } = error {
-                    unread = Some(io::Error::new(*kind, error.to_string()));
-                }
-            });
             let memory = if device.is_some() { Memory::Device } else { Memory::Host };
-            let proved = plan.map_err(ExecutorError::from).and_then(|plan| prove(plan, memory));
+            let proved = source.proved(memory, &mut unread);
             let plan = proved.as_ref().ok().map(|proved| proved.plan().clone());
             // A rank without a plan tells the others, which would wait for it.
             let loaded = match device {

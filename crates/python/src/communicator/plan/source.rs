@@ -1,6 +1,6 @@
 //! Where a plan comes from, and its proof.
 
-use std::path::PathBuf;
+use std::{io, path::PathBuf};
 
 use antiphon::prelude::FabricError;
 use antiphon_executor::ExecutorError;
@@ -43,7 +43,21 @@ impl Source {
         })
     }
 
-    pub(super) fn plan(self) -> std::result::Result<antiphon_plan::Plan, PlanError> {
+    /// The proof of the plan for a memory. Why its file was not read goes to `unread`, too.
+    pub(super) fn proved(
+        self,
+        memory: Memory,
+        unread: &mut Option<io::Error>,
+    ) -> std::result::Result<VerifiedPlan, ExecutorError> {
+        let plan = self.plan().inspect_err(|error| {
+            if let PlanError::File { kind, .. } = error {
+                *unread = Some(io::Error::new(*kind, error.to_string()));
+            }
+        });
+        prove(plan?, memory)
+    }
+
+    fn plan(self) -> std::result::Result<antiphon_plan::Plan, PlanError> {
         match self {
             Self::Finished(finished) => Ok(finished.get().plan().clone()),
             Self::Text(text) => antiphon_plan::Plan::from_json(text.as_bytes()),
@@ -53,10 +67,7 @@ impl Source {
 }
 
 /// Proves a plan for the memory of a host or of GPUs.
-pub(super) fn prove(
-    plan: antiphon_plan::Plan,
-    memory: Memory,
-) -> std::result::Result<VerifiedPlan, ExecutorError> {
+fn prove(plan: antiphon_plan::Plan, memory: Memory) -> std::result::Result<VerifiedPlan, ExecutorError> {
     let name = plan.name.clone().unwrap_or_default();
     let whose = match memory {
         Memory::Host => "",

@@ -1,5 +1,7 @@
 //! `antiphon tune`: measures which algorithm is fastest at which size, and keeps the result.
 
+mod plans;
+
 use std::io::{Write, stdout};
 
 use antiphon::{
@@ -26,13 +28,17 @@ use crate::{
 /// folder or file that is a symbolic link, or that users other than you and root own or may write, is left unused with a
 /// warning.
 ///
+/// With --plans the plans of a folder are measured, each proved first, beside this library's own calls, and the table tells of each size what
+/// does it and why. A collection of these plans and calls, in the same order (calls, then plans by the names of their files), finds the times.
+///
 /// Under `antiphon run` or torchrun, on one machine or several, the ranks of that launch are measured.
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_help = "\
 Examples:
   antiphon tune
   antiphon tune --ranks 4
-  antiphon tune --device cuda")]
+  antiphon tune --device cuda
+  antiphon tune --device cuda --plans plans --dtype bf16 --sizes 1K..4M")]
 pub struct Args {
     /// The device of the tensors and of the computation
     #[arg(long, value_enum, default_value = "host")]
@@ -41,6 +47,9 @@ pub struct Args {
     /// How many ranks, each a process [default: one per core, at least 2 and at most 8; on cuda one per GPU]
     #[arg(short = 'n', long)]
     ranks: Option<usize>,
+
+    #[command(flatten)]
+    plans: plans::Plans,
 
     /// Be one of the ranks that the command starts
     #[arg(long, hide = true)]
@@ -51,7 +60,13 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// Runs the command.
 pub fn execute(args: Args) -> ExitStatus {
-    let done = if args.worker { work(args.device) } else { start(&args) };
+    let done = match (&args.plans.plans, args.device, args.worker) {
+        (None, device, true) => work(device),
+        (None, _, false) => start(&args),
+        (Some(_), DeviceKind::Host, _) => Err("--plans is for --device cuda".into()),
+        (Some(folder), DeviceKind::Cuda, true) => plans::work(&args.plans, folder),
+        (Some(folder), DeviceKind::Cuda, false) => plans::start(&args.plans, folder, args.ranks),
+    };
     done.unwrap_or_else(|error| {
         eprintln!("antiphon tune: {error}");
         FAILURE
