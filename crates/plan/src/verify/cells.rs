@@ -181,18 +181,13 @@ impl Cells {
     /// The cells of plain scratch that share bytes with a cell of packets, and the other way round: packets of some bytes
     /// take twice as many, from twice as far.
     pub fn shared(&self, view: View, cell: u32) -> Range<u32> {
-        let other = match view.kind() {
-            View::SCRATCH => View::PACKETS,
-            View::PACKETS => View::SCRATCH,
-            _ => return 0..0,
-        };
+        let Some(other) = view.sharing() else { return 0..0 };
         if !self.mixed[view.rank().index()] {
             return 0..0;
         }
         let at = (cell - self.first[view.index()]) as usize;
         let (start, end) = (self.cuts[view.index()][at], self.cuts[view.index()][at + 1]);
         let bytes = if view.packets() { 2 * start..2 * end } else { start / 2..end.div_ceil(2) };
-        let other = View::new(view.rank(), other);
         let (first, cuts) = (self.first[other.index()], &self.cuts[other.index()]);
         let cells = cuts.len().saturating_sub(1);
         let from = cuts.partition_point(|&cut| cut <= bytes.start).saturating_sub(1).min(cells);
@@ -238,10 +233,10 @@ fn mixed(program: &Program<'_>) -> Vec<bool> {
     for each in &program.moves {
         for place in program.sources(each).iter().chain(program.dests(each)) {
             let (rank, bytes) = (place.view.rank().index(), (place.start, place.start + each.len));
-            match place.view.kind() {
-                View::SCRATCH => plain[rank].push(bytes),
-                View::PACKETS => packets[rank].push((2 * bytes.0, 2 * bytes.1)),
-                _ => {}
+            if place.view.packets() {
+                packets[rank].push((2 * bytes.0, 2 * bytes.1));
+            } else if !place.view.callers() {
+                plain[rank].push(bytes);
             }
         }
     }

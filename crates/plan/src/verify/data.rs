@@ -13,6 +13,7 @@ impl Report {
             "results_judged": self.meaning,
             "chunk_bytes": self.chunk_sizes,
             "largest_chunk_bytes": self.largest_chunk,
+            "back_to_back": self.back_to_back,
             "findings": self.findings.iter().map(finding).collect::<Vec<_>>(),
         })
     }

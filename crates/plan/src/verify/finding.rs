@@ -192,6 +192,15 @@ pub enum Kind {
         /// The rank that has the buffer.
         owner: Rank,
     },
+    /// The plan is right only if its ranks meet before each launch. If each launched again as soon as its own launch has ended, using its
+    /// tensors in between, there would be something wrong, or too much to decide.
+    NeedsMeeting {
+        /// What would be wrong. Places outside the plan are the caller's accesses: it reads the output and overwrites both tensors.
+        why: Box<Kind>,
+    },
+    /// Packets and plain data share bytes of scratch: only a reason of [`NeedsMeeting`](Kind::NeedsMeeting), since data of a launch that
+    /// others have not ended may lie where a reader looks for packets.
+    SharedScratch,
     /// An input is overwritten, though the plan is not in place.
     InputOverwritten {
         /// Which bytes.
@@ -235,6 +244,7 @@ impl Kind {
         match self {
             Kind::Range { .. }
             | Kind::Unstarted { .. }
+            | Kind::NeedsMeeting { .. }
             | Kind::InputOverwritten { .. }
             | Kind::Group { .. }
             | Kind::UnusedScratch { .. }
@@ -278,6 +288,8 @@ impl Kind {
             Kind::Wrong { .. } => "wrong",
             Kind::Range { .. } => "range",
             Kind::Unstarted { .. } => "unstarted",
+            Kind::NeedsMeeting { .. } => "needs_meeting",
+            Kind::SharedScratch => "shared_scratch",
             Kind::InputOverwritten { .. } => "input_overwritten",
             Kind::Group { .. } => "group",
             Kind::UnusedScratch { .. } => "unused_scratch",

@@ -81,7 +81,7 @@ struct Slice {
     turn: Option<(u64, u64)>,
 }
 
-/// A plan that [`structure::check`](super::structure::check) has passed, at chunks of `chunk` bytes.
+/// Some launches, one after the other, of a plan that [`structure::check`](super::structure::check) has passed, at one size of its chunks.
 ///
 /// # Errors
 /// [`Kind::TooLarge`], and barriers to which not all come.
@@ -89,6 +89,7 @@ pub(super) fn program<'a>(
     plan: &'a Plan,
     wiring: &Wiring,
     extent: Extent,
+    launches: u32,
     budget: &mut Budget,
 ) -> Result<Program<'a>, Vec<Finding>> {
     budget.program = PROGRAM;
@@ -96,6 +97,7 @@ pub(super) fn program<'a>(
     let empty = Program {
         plan,
         chunk: extent.chunk(),
+        launches,
         agents: Vec::new(),
         steps: Vec::new(),
         moves: Vec::new(),
@@ -105,8 +107,16 @@ pub(super) fn program<'a>(
         meetings: Vec::new(),
         ports: Vec::new(),
     };
-    let mut lower =
-        Lower { program: empty, wiring, extent, counters, barriers: BTreeMap::new(), ports: HashMap::new() };
+    let mut lower = Lower {
+        program: empty,
+        wiring,
+        extent,
+        counters,
+        launch: 1,
+        barriers: BTreeMap::new(),
+        ends: vec![None; plan.gpus.len()],
+        ports: HashMap::new(),
+    };
     for block in Block::all(plan) {
         lower.block(&block, budget).map_err(|kind| vec![Finding::new(plan, kind, Vec::new())])?;
     }
@@ -122,7 +132,11 @@ struct Lower<'a, 'w> {
     wiring: &'w Wiring,
     extent: Extent,
     counters: Counters,
+    /// The launch that is being written, from 1.
+    launch: u32,
     barriers: BTreeMap<(Rank, BarrierId), Barrier>,
+    /// For each rank, the meeting of its blocks when a launch ends.
+    ends: Vec<Option<u32>>,
     /// The port timelines of each agent.
     ports: HashMap<(u32, ChannelId), u32>,
 }
@@ -130,6 +144,73 @@ struct Lower<'a, 'w> {
 impl Lower<'_, '_> {
     fn block(&mut self, block: &Block<'_>, budget: &mut Budget) -> Result<(), Kind> {
         let first = self.program.steps.len() as u32;
+        for launch in 1..=self.program.launches {
+            self.launch = launch;
+            if launch > 1 {
+                self.between(block, budget)?;
+            }
+            self.operations(block, budget)?;
+        }
+        let steps = first..self.program.steps.len() as u32;
+        self.program.agents.push(Agent { rank: block.rank(), block: block.id(), steps });
+        Ok(())
+    }
+
+    /// Behind a launch, a block flushes its ports and meets the other blocks of its rank. One of them accesses the rank's tensors as the
+    /// caller may: it reads the output, and writes both. Then they meet again.
+    fn between(&mut self, block: &Block<'_>, budget: &mut Budget) -> Result<(), Kind> {
+        let (agent, rank) = (self.agent(), block.rank());
+        let ports: Vec<u32> = (0..self.program.ports.len() as u32)
+            .filter(|&port| self.program.ports[port as usize] == agent)
+            .collect();
+        budget.spend(8 + ports.len() as u64)?;
+        let place = block.place(u32::MAX as usize, None); // no operation
+        let first = self.program.links.len() as u32;
+        self.program.links.extend(ports.iter().map(|&port| Link { counter: u32::MAX, port: Some(port) }));
+        self.step(place, What::Flush(first..self.program.links.len() as u32));
+        let end = self.end(rank);
+        self.step(place, end);
+        if block.id().index() == 0 {
+            let first = self.program.moves.len() as u32;
+            self.callers(block);
+            self.step(place, What::Move(first..self.program.moves.len() as u32));
+        }
+        let end = self.end(rank);
+        self.step(place, end);
+        Ok(())
+    }
+
+    /// The accesses of a rank's caller. In place, one tensor contains the other.
+    fn callers(&mut self, block: &Block<'_>) {
+        let (gpu, rank) = (block.gpu(), block.rank());
+        let whole = |buffer| [Chunks { rank, buffer, index: 0, packets: false }];
+        let [input, output] = [BufferType::Input, BufferType::Output].map(whole);
+        let slice = Slice { group: None, turn: None };
+        let larger = if gpu.input_chunks > gpu.output_chunks { input } else { output };
+        if self.program.plan.inplace {
+            let size = gpu.input_chunks.max(gpu.output_chunks);
+            return self.transfer(size, slice, &larger, &larger, None, None);
+        }
+        self.transfer(gpu.input_chunks, slice, &[], &input, None, None);
+        self.transfer(gpu.output_chunks, slice, &output, &output, None, None);
+    }
+
+    /// The meeting of the blocks of a rank when a launch ends.
+    fn end(&mut self, rank: Rank) -> What {
+        let (agent, meetings) = (self.agent(), &mut self.program.meetings);
+        let number = *self.ends[rank.index()].get_or_insert_with(|| {
+            meetings.push(Meeting::default());
+            meetings.len() as u32 - 1
+        });
+        count(&mut meetings[number as usize].agents, agent);
+        What::Barrier(number)
+    }
+
+    fn step(&mut self, place: Place, what: What) {
+        self.program.steps.push(Step { place, launch: self.launch, what });
+    }
+
+    fn operations(&mut self, block: &Block<'_>, budget: &mut Budget) -> Result<(), Kind> {
         let whole = Slice { group: None, turn: None };
         for (at, op) in block.get().ops.iter().enumerate() {
             let OpKind::Pipeline(Pipeline { unit_size, num_chunks, ops }) = &op.kind else {
@@ -147,8 +228,6 @@ impl Lower<'_, '_> {
                 }
             }
         }
-        let steps = first..self.program.steps.len() as u32;
-        self.program.agents.push(Agent { rank: block.rank(), block: block.id(), steps });
         Ok(())
     }
 
@@ -171,7 +250,7 @@ impl Lower<'_, '_> {
             OpKind::Put(put) if put.channel_type == ChannelType::Port => self.push(block, put, slice),
             _ => What::Move(self.data(block, op, slice)),
         };
-        self.program.steps.push(Step { place, what });
+        self.step(place, what);
     }
 
     /// The agent that is being written.
@@ -403,6 +482,7 @@ impl Lower<'_, '_> {
             dests,
             combine,
             awaits,
+            launch: self.launch,
             port,
             pieces: 0,
             first_piece: 0,
@@ -426,7 +506,13 @@ impl Lower<'_, '_> {
         let first = self.program.locations.len() as u32;
         for part in chunks {
             let Home { view, base } = home(self.program.plan, part.rank, part.buffer);
-            let view = if part.packets { View::new(view.rank(), View::PACKETS) } else { view };
+            let is_other = self.program.plan.use_double_scratch_buffer && self.launch.is_multiple_of(2);
+            let view = match (part.packets, is_other && !view.callers()) {
+                (false, false) => view,
+                (false, true) => View::new(view.rank(), View::OTHER_SCRATCH),
+                (true, false) => View::new(view.rank(), View::PACKETS),
+                (true, true) => View::new(view.rank(), View::OTHER_PACKETS),
+            };
             let start = (base + part.index) * self.extent.chunk() + offset;
             self.program.locations.push(Location { view, start, cell: 0 });
         }

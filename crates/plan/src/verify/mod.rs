@@ -54,11 +54,40 @@
 //!
 //! # Duties of the caller
 //!
-//! The proof covers one launch. A rank has ended when its blocks have ended and its ports have done all pushed operations. No
+//! The proof covers launches before each of which all ranks meet. A rank has ended when its blocks have ended and its ports have done all pushed operations. No
 //! rank may begin a launch before all ranks have ended the one before and own their buffers: the caller synchronises the ranks
-//! before each call. A plan that needs this for the caller's buffers gets a warning ([`Kind::Unstarted`]). For scratch, and for
-//! packets with single or double scratch, there is no warning. Scratch has as many bytes for a chunk as the other buffers, also
+//! before each call, unless the plan is proved for [launches back to back](self#launches-back-to-back). A plan that needs this for the
+//! caller's buffers at the latest gets a warning ([`Kind::Unstarted`]). Scratch has as many bytes for a chunk as the other buffers, also
 //! where plans share it. Launches of other sizes or plans leave no plain data at places where a launch waits for packets.
+//!
+//! # Launches back to back
+//!
+//! Some plans are also right if each rank launches again as soon as its own launch has ended, using its tensors in between
+//! ([`Report::back_to_back`]). The others get a warning that says what would be wrong ([`Kind::NeedsMeeting`]).
+//!
+//! For this, a few launches in a row are one program. Between two of them a step joins a rank's blocks and ports, and accesses its tensors
+//! as the caller may: it reads the output, and overwrites both. What a rank knew when it began a launch is published by all signals of the
+//! launch, the relaxed ones too. If the plan has double scratch, every second launch has the other half.
+//! The plan may be launched back to back if no two accesses of that program race. Deadlocks and values need not be looked at again, since
+//! **nothing of a launch depends on a later one**:
+//!
+//! * All blocks that add to a counter are of one rank, and so are all that take from it. A launch takes as much as it adds. So what a
+//!   rank adds in a later launch comes when it has added all of this one, which is enough for all takes of this one: more changes
+//!   nothing.
+//! * Barriers and semaphores are of one rank, whose launches follow each other.
+//! * A packet has the number of its launch, and is awaited from the same launch. That another launch overwrites it before it is read is
+//!   a race.
+//!
+//! So every launch ends, as it would behind a meeting. And its reads find the same: the write of a later launch does not happen before
+//! a read, so without races it happens behind; and that of an earlier launch happens before the write of the read's own launch.
+//! Where packets and plain data share bytes of scratch, more would have to be looked at: such plans get the warning.
+//!
+//! **Two launches are enough with one scratch, and three with two halves.** What orders the accesses of two launches is the same wherever
+//! they stand in the row, since each launch finds the counters as the one before did. Let `a` in a launch and `b` in a later one access the
+//! same bytes. If no launch between them has these bytes, the two stand next to each other, or next but one for a half of the scratch, and are
+//! among those that were looked at. Else the first launch between them that has these bytes contains `c`, the counterpart of `b`:
+//! the same access of the same rank. Then `a` happens before `c`, as was looked at, and `c` before `b`, since the launches of a rank
+//! follow each other. The same holds for accesses of the caller.
 //!
 //! # Method
 //!
@@ -88,6 +117,7 @@ mod counters;
 mod data;
 mod expect;
 mod finding;
+mod launches;
 mod lower;
 mod mistaken_packets;
 mod order;
@@ -159,6 +189,9 @@ pub struct Report {
     /// Whether every output is one rank's input, or inputs that one step reduces in the order of the ranks: all such plans of a collective
     /// have equal bits, those of Antiphon's own operations. Not known, and so false, where `meaning` is.
     pub in_rank_order: bool,
+    /// Whether the plan is also right if its ranks do not meet between launches: each launches again as soon as its own launch has ended,
+    /// and uses its tensors in between. A proved plan of which this is not known has the warning [`Kind::NeedsMeeting`].
+    pub back_to_back: bool,
 }
 
 impl Report {
@@ -193,7 +226,8 @@ impl fmt::Display for Report {
         let range =
             self.largest_chunk.map(|chunk| format!(" for chunks of up to {chunk} bytes")).unwrap_or_default();
         let results = if self.meaning { ", right results" } else { "; results not judged" };
-        write!(f, "proved{range}: in bounds, balanced, free of deadlocks and races{results}{also}")
+        let launches = if self.back_to_back { "; launches may follow back to back" } else { "" };
+        write!(f, "proved{range}: in bounds, balanced, free of deadlocks and races{results}{launches}{also}")
     }
 }
 
@@ -247,7 +281,10 @@ pub fn verify(plan: &Plan, options: &Options) -> Report {
 pub fn verify_at(plan: &Plan, options: &Options, chunk: u64) -> Report {
     Verifier::new(plan, options.memory).report(|verifier| {
         let (wiring, expectation) = verifier.checked(options)?;
-        verifier.prove(&wiring, expectation.as_ref(), &[chunk], &mut Budget::new())
+        let budget = &mut Budget::new();
+        verifier.prove(&wiring, expectation.as_ref(), &[chunk], budget)?;
+        verifier.prove_back_to_back(&wiring, budget);
+        Ok(())
     })
 }
 
@@ -259,6 +296,7 @@ struct Verifier<'a> {
     largest_chunk: Option<u64>,
     meaning: bool,
     in_rank_order: bool,
+    back_to_back: bool,
 }
 
 impl<'a> Verifier<'a> {
@@ -272,6 +310,7 @@ impl<'a> Verifier<'a> {
             largest_chunk: None,
             meaning: false,
             in_rank_order: true,
+            back_to_back: false,
         }
     }
 
@@ -279,7 +318,9 @@ impl<'a> Verifier<'a> {
         if let Err(findings) = run(&mut self) {
             self.findings.extend(findings);
         }
-        let Verifier { mut findings, chunk_sizes, largest_chunk, meaning, in_rank_order, .. } = self;
+        let Verifier {
+            mut findings, chunk_sizes, largest_chunk, meaning, in_rank_order, back_to_back, ..
+        } = self;
         findings.sort_by_key(|finding| (std::cmp::Reverse(finding.severity()), finding.kind.depth()));
         let proved = findings.iter().all(|finding| finding.severity() == Severity::Warning);
         Report {
@@ -289,6 +330,7 @@ impl<'a> Verifier<'a> {
             chunk_sizes,
             largest_chunk,
             in_rank_order: in_rank_order && proved,
+            back_to_back: back_to_back && proved,
         }
     }
 
@@ -304,10 +346,22 @@ impl<'a> Verifier<'a> {
         match gap {
             None => {
                 let sizes = sizes::of(plan).map_err(whole)?;
-                self.prove(&wiring, expectation.as_ref(), &sizes, &mut budget)
+                self.prove(&wiring, expectation.as_ref(), &sizes, &mut budget)?;
             }
-            Some(gap) => self.prove_range(&wiring, expectation.as_ref(), gap, &mut budget),
+            Some(gap) => self.prove_range(&wiring, expectation.as_ref(), gap, &mut budget)?,
         }
+        self.prove_back_to_back(&wiring, &mut budget);
+        Ok(())
+    }
+
+    /// Looks at launches back to back, at the sizes for which the plan is proved, with what is left of the budget.
+    fn prove_back_to_back(&mut self, wiring: &Wiring, budget: &mut Budget) {
+        let extent = |&chunk: &u64| Extent::of_chunk(chunk, self.plan.buffer_alignment);
+        let mut extents = self.chunk_sizes.iter().map(extent);
+        let meeting =
+            extents.find_map(|extent| launches::need_meeting(self.plan, wiring, extent, self.memory, budget));
+        self.back_to_back = meeting.is_none();
+        self.findings.extend(meeting);
     }
 
     /// Range by range, as far as it can be done.
@@ -413,7 +467,7 @@ fn at_size(
     budget: &mut Budget,
 ) -> Result<(Vec<Finding>, bool), Vec<Finding>> {
     let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
-    let mut program = lower::program(plan, wiring, extent, budget)?;
+    let mut program = lower::program(plan, wiring, extent, 1, budget)?;
     let mut findings = schedule::unbalanced(&program);
     findings.truncate(FINDINGS);
     let cuts = values::cuts(&program, expectation);

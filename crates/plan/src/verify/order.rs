@@ -147,16 +147,21 @@ struct Line {
     news: Vec<Rc<Clock>>,
 }
 
+/// The number of a cell of packets among those of all launches, for a move.
+fn packets_of(program: &Program<'_>, each: &Move, cell: u32) -> usize {
+    cell as usize * program.launches as usize + each.launch as usize - 1
+}
+
 /// Nothing is known yet about the writers of packets. Where a cell has several writers, and the order in which agents take from a
 /// counter decides which of them is first, nothing will be known later either.
 fn first_writers(program: &Program<'_>, cells: &Cells) -> Vec<Option<Rc<Clock>>> {
-    let mut first = vec![None; cells.len()];
+    let mut first = vec![None; cells.len() * program.launches as usize];
     if program.contended() {
         let nothing = Rc::new(Clock::default());
-        let mut writers = vec![0u32; cells.len()];
+        let mut writers = vec![0u32; first.len()];
         for each in &program.moves {
             for dest in program.dests(each).iter().filter(|dest| dest.view.packets()) {
-                for cell in dest.cell as usize..(dest.cell + each.pieces) as usize {
+                for cell in (0..each.pieces).map(|piece| packets_of(program, each, dest.cell + piece)) {
                     writers[cell] += 1;
                     if writers[cell] > 1 {
                         first[cell] = Some(nothing.clone());
@@ -176,9 +181,11 @@ struct Walk<'p, 'a> {
     agents: Vec<Line>,
     ports: Vec<Line>,
     come: Vec<usize>,
+    /// For each agent, what its rank knew when it began each launch.
+    begun: Vec<Vec<Rc<Clock>>>,
     /// How many each acquirer of a counter has taken.
     taken: Vec<Vec<u32>>,
-    /// The piece that wrote each cell of packets first, and what is known behind it.
+    /// What is known behind the piece that wrote each cell of packets first, in each launch.
     packets: Vec<Option<Rc<Clock>>>,
     entries: usize,
     order: Order,
@@ -201,6 +208,7 @@ impl<'p, 'a> Walk<'p, 'a> {
             agents: (0..lines.agents).map(line).collect(),
             ports: (0..lines.ports).map(|port| line(lines.port(port))).collect(),
             come: vec![0; program.meetings.len()],
+            begun: vec![vec![nothing.clone()]; lines.agents as usize],
             taken: program.counters.iter().map(|counter| vec![0; counter.acquirers.len()]).collect(),
             packets: first_writers(program, cells),
             entries: 0,
@@ -242,17 +250,20 @@ impl<'p, 'a> Walk<'p, 'a> {
         let program = self.program;
         match &program.steps[step as usize].what {
             What::Nop => self.meet(agent),
-            What::Barrier(barrier) => self.barrier(*barrier),
+            What::Barrier(barrier) => self.barrier(*barrier, step),
             What::Acquire { links, relaxed } => {
+                let launch = program.steps[step as usize].launch;
                 for link in program.links(links) {
-                    self.acquire(agent, link.counter, !relaxed || self.carries.relaxed);
+                    self.acquire(agent, link.counter, launch, !relaxed || self.carries.relaxed);
                 }
             }
             What::Release { links, relaxed } => {
                 for link in program.links(links) {
                     let known = match link.port {
                         Some(port) => self.reach(agent, port),
-                        None if *relaxed && !self.carries.relaxed => Rc::new(Clock::default()),
+                        None if *relaxed && !self.carries.relaxed => {
+                            self.begin(agent, program.steps[step as usize].launch)
+                        }
                         None => self.agents[agent as usize].known.clone(),
                     };
                     self.release(agent, link.counter, known);
@@ -307,7 +318,8 @@ impl<'p, 'a> Walk<'p, 'a> {
     }
 
     /// The agents that meet stand together in the schedule, so the last of them finds all of them there.
-    fn barrier(&mut self, barrier: u32) {
+    fn barrier(&mut self, barrier: u32, step: u32) {
+        let (ends, launch) = (self.program.barrier(step).is_none(), self.program.steps[step as usize].launch);
         let agents = &self.program.meetings[barrier as usize].agents;
         self.come[barrier as usize] += 1;
         if self.come[barrier as usize] < agents.len() {
@@ -323,6 +335,11 @@ impl<'p, 'a> Walk<'p, 'a> {
         let all = Rc::new(all);
         for &(agent, _) in agents {
             self.agents[agent as usize].known = all.clone();
+            if ends {
+                // There are two such meetings, of which the later one stays.
+                self.begun[agent as usize].truncate(launch as usize - 1);
+                self.begun[agent as usize].push(all.clone());
+            }
         }
     }
 
@@ -370,7 +387,7 @@ impl<'p, 'a> Walk<'p, 'a> {
 
     /// For each agent that adds to the counter: how much it must have added when this agent takes one more. That is all that is
     /// needed, less all that the others can have added by then.
-    fn acquire(&mut self, agent: u32, counter: u32, orders: bool) {
+    fn acquire(&mut self, agent: u32, counter: u32, launch: u32, orders: bool) {
         let of = &self.program.counters[counter as usize];
         let own = of.acquirer(agent);
         let taken = &mut self.taken[counter as usize][own];
@@ -378,24 +395,40 @@ impl<'p, 'a> Walk<'p, 'a> {
         let needed = i64::from(*taken).saturating_sub(of.initial);
         let level = self.agents[agent as usize].level + 1;
         let possible: Vec<i64> = (0..of.releasers.len())
-            .map(|who| match self.earlier {
-                // What comes after this step cannot have come before it.
-                Some(earlier) => {
-                    let sent = &earlier.sent[counter as usize][who];
-                    sent.partition_point(|clock| !clock.reaches(agent, level)) as i64
+            .map(|who| {
+                // All that add are blocks of one rank: what one adds in a later launch comes behind all that others add in this one.
+                let by_now = i64::from(of.releasers[who].1 / self.program.launches * launch);
+                match self.earlier {
+                    // What comes after this step cannot have come before it.
+                    Some(earlier) => {
+                        let sent = &earlier.sent[counter as usize][who];
+                        by_now.min(sent.partition_point(|clock| !clock.reaches(agent, level)) as i64)
+                    }
+                    None => by_now,
                 }
-                None => i64::from(of.releasers[who].1),
             })
             .collect();
         let all: i64 = possible.iter().sum();
         for (who, &possible) in possible.iter().enumerate() {
             let sure = needed.saturating_sub(all - possible).clamp(0, possible);
             self.order.found.push(sure as u32);
-            if sure > 0 && orders {
-                let known = self.order.sent[counter as usize][who][sure as usize - 1].clone();
-                self.agents[agent as usize].news.push(known);
+            if sure == 0 {
+                continue;
             }
+            let known = match orders {
+                true => self.order.sent[counter as usize][who][sure as usize - 1].clone(),
+                false => {
+                    let (releaser, times) = of.releasers[who];
+                    self.begin(releaser, (sure as u32 - 1) / (times / self.program.launches) + 1)
+                }
+            };
+            self.agents[agent as usize].news.push(known);
         }
+    }
+
+    /// What a block's rank knew when it began a launch: nothing at the first one.
+    fn begin(&self, agent: u32, launch: u32) -> Rc<Clock> {
+        self.begun[agent as usize][launch as usize - 1].clone()
     }
 
     /// The pieces of a move, each of which knows what its packets' writers knew.
@@ -417,7 +450,7 @@ impl<'p, 'a> Walk<'p, 'a> {
     fn behind_packets(&mut self, each: &Move, piece: u32, known: &Clock) -> Rc<Clock> {
         let mut joined = known.clone();
         for source in self.program.sources(each).iter().filter(|source| source.view.packets()) {
-            let writer = &self.packets[(source.cell + piece) as usize];
+            let writer = &self.packets[packets_of(self.program, each, source.cell + piece)];
             joined.join(writer.as_ref().expect("the schedule waited for it"));
         }
         self.entries += joined.len();
@@ -427,7 +460,7 @@ impl<'p, 'a> Walk<'p, 'a> {
     fn write_packets(&mut self, each: &Move, piece: u32, known: &Clock) {
         let mut behind = None;
         for dest in self.program.dests(each).iter().filter(|dest| dest.view.packets()) {
-            let writer = &mut self.packets[(dest.cell + piece) as usize];
+            let writer = &mut self.packets[packets_of(self.program, each, dest.cell + piece)];
             if writer.is_none() {
                 let behind = behind.get_or_insert_with(|| {
                     let mut behind = if self.carries.knowledge { known.clone() } else { Clock::default() };

@@ -74,7 +74,7 @@ pub(super) fn gap(plan: &Plan, wiring: &Wiring, budget: &mut Budget) -> Result<O
     }
     let whole = |kind| vec![Finding::new(plan, kind, Vec::new())];
     let extent = Extent::of_chunk(plan.buffer_alignment, plan.buffer_alignment);
-    let mut program = lower::program(plan, wiring, extent, budget)?;
+    let mut program = lower::program(plan, wiring, extent, 1, budget)?;
     let loops = match sections(&program) {
         Ok(loops) => loops,
         Err((place, why)) => return gap(vec![place], why),
@@ -318,7 +318,7 @@ fn meet(program: &mut Program<'_>, loops: &[Loop]) {
             let step = &program.steps[at as usize];
             let gate = |number: &usize| {
                 let gate = gates.get(number).into_iter().flatten().cloned();
-                gate.map(|what| Step { place: step.place, what })
+                gate.map(|what| Step { what, ..step.clone() })
             };
             let current = loops.peek().filter(|(_, each)| each.steps.contains(&at)).copied();
             if let Some((number, _)) =

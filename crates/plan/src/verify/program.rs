@@ -14,14 +14,17 @@ use crate::plan::Plan;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct View(pub u32);
 
-/// Input (with the output, in place), output, scratch, scratch as packets.
-pub(super) const KINDS: u32 = 4;
+/// Input (with the output, in place), output, and each half of the scratch: plain, and as packets.
+pub(super) const KINDS: u32 = 6;
 
 impl View {
     pub const INPUT: u32 = 0;
     pub const OUTPUT: u32 = 1;
     pub const SCRATCH: u32 = 2;
     pub const PACKETS: u32 = 3;
+    /// Of the half of the scratch that every second launch has, where it has two.
+    pub const OTHER_SCRATCH: u32 = 4;
+    pub const OTHER_PACKETS: u32 = 5;
 
     pub fn new(rank: Rank, kind: u32) -> Self {
         View(rank.0 * KINDS + kind)
@@ -36,7 +39,17 @@ impl View {
     }
 
     pub fn packets(self) -> bool {
-        self.kind() == View::PACKETS
+        matches!(self.kind(), View::PACKETS | View::OTHER_PACKETS)
+    }
+
+    /// Scratch that shares its bytes, plain if it is packets, and the other way round.
+    pub fn sharing(self) -> Option<View> {
+        let kind = match self.kind() {
+            View::SCRATCH | View::OTHER_SCRATCH => self.kind() + 1,
+            View::PACKETS | View::OTHER_PACKETS => self.kind() - 1,
+            _ => return None,
+        };
+        Some(View::new(self.rank(), kind))
     }
 
     /// Whether it belongs to the caller, before and after.
@@ -90,6 +103,8 @@ pub(super) struct Move {
     pub combine: Option<ReduceOp>,
     /// Whether each packet among the sources is awaited; otherwise it is read as it is.
     pub awaits: bool,
+    /// The launch that it belongs to, from 1. Packets are awaited from the same one.
+    pub launch: u32,
     /// The timeline of the port channel that does it, if not the thread block.
     pub port: Option<u32>,
     /// How many cells it has in each location.
@@ -128,6 +143,8 @@ pub(super) enum What {
 #[derive(Clone, Debug)]
 pub(super) struct Step {
     pub place: Place,
+    /// The launch that it belongs to, from 1.
+    pub launch: u32,
     pub what: What,
 }
 
@@ -176,10 +193,11 @@ impl Counter {
         self.acquirers.binary_search_by_key(&agent, |&(who, _)| who).expect("listed when lowered")
     }
 
-    /// How many all acquirers but one take.
-    pub fn others(&self, own: usize) -> i64 {
+    /// How many all acquirers but one can take while that one is in a launch, one of `launches`: all are blocks of one rank, so none is
+    /// in a later launch.
+    pub fn others(&self, own: usize, launch: u32, launches: u32) -> i64 {
         let others = self.acquirers.iter().enumerate().filter(|&(at, _)| at != own);
-        others.map(|(_, &(_, times))| i64::from(times)).sum()
+        others.map(|(_, &(_, times))| i64::from(times / launches * launch)).sum()
     }
 }
 
@@ -195,6 +213,8 @@ pub(super) struct Program<'a> {
     pub plan: &'a Plan,
     /// Bytes.
     pub chunk: u64,
+    /// How many launches it consists of.
+    pub launches: u32,
     pub agents: Vec<Agent>,
     pub steps: Vec<Step>,
     pub moves: Vec<Move>,
@@ -219,11 +239,11 @@ impl Program<'_> {
         &self.links[links.start as usize..links.end as usize]
     }
 
-    /// The barrier from which a step was made.
-    pub fn barrier(&self, step: u32) -> BarrierId {
+    /// The barrier from which a step was made; none for the end of a launch.
+    pub fn barrier(&self, step: u32) -> Option<BarrierId> {
         match self.plan.op(self.steps[step as usize].place).map(|op| &op.kind) {
-            Some(&OpKind::Barrier { barrier, .. }) => barrier,
-            _ => unreachable!("the step was made from a barrier"),
+            Some(&OpKind::Barrier { barrier, .. }) => Some(barrier),
+            _ => None,
         }
     }
 

@@ -87,8 +87,8 @@ enum Left {
     Takes(Vec<u32>),
     /// Pieces to move.
     Pieces(Vec<Piece>),
-    /// Cells of packets to wait for.
-    Cells(Vec<u32>),
+    /// Cells of packets of a launch to wait for.
+    Cells(u32, Vec<u32>),
     /// A port, and how many of its entries must be done.
     Flush(u32, u32),
 }
@@ -129,8 +129,8 @@ pub(super) struct State {
     /// For each counter, how many each of its acquirers has taken.
     taken: Vec<Vec<u32>>,
     come: Vec<u32>,
-    /// The packets that have been written.
-    written: Vec<bool>,
+    /// For each cell of packets, the last launch that has written it, from 1.
+    written: Vec<u32>,
     begun: [bool; 2],
     pub content: Content,
     dirty: Vec<u32>,
@@ -272,7 +272,7 @@ impl<'p, 'a> Runs<'p, 'a> {
             added: program.counters.iter().map(|counter| counter.initial).collect(),
             taken: program.counters.iter().map(|counter| vec![0; counter.acquirers.len()]).collect(),
             come: vec![0; program.meetings.len()],
-            written: vec![false; self.cells.len()],
+            written: vec![0; self.cells.len()],
             begun: [false; 2],
             content: Content::Before,
             dirty: Vec::new(),
@@ -347,7 +347,8 @@ impl<'p, 'a> Runs<'p, 'a> {
                 }
                 Some(item) => waits.push((place(item.step), Missing::Packets)),
                 None if block.came => {
-                    waits.push((place(block.meets), Missing::Barrier(program.barrier(block.meets))));
+                    let barrier = program.barrier(block.meets).map(Missing::Barrier);
+                    waits.extend(barrier.map(|barrier| (place(block.meets), barrier)));
                 }
                 None => {
                     if let Some(&port) = self.ports[agent].iter().find(port) {
@@ -436,7 +437,8 @@ impl Play<'_, '_, '_, '_> {
                 What::Push { moves, links, flush } => {
                     self.pushes(step, moves.clone(), program.links(links));
                     let cells = moves.clone().flat_map(|at| self.awaited(at)).collect();
-                    items.push(Item { step, left: Left::Cells(cells) });
+                    let launch = program.moves(moves).first().map_or(0, |each| each.launch);
+                    items.push(Item { step, left: Left::Cells(launch, cells) });
                     if *flush {
                         self.flushes(step, program.links(links), &mut items);
                     }
@@ -503,11 +505,13 @@ impl Play<'_, '_, '_, '_> {
     }
 
     /// Takes one, if there is one for this agent whatever the others do.
-    fn take(&mut self, agent: u32, counter: u32) -> bool {
+    fn take(&mut self, agent: u32, step: u32, counter: u32) -> bool {
         let of = &self.runs.program.counters[counter as usize];
         let taken = &mut self.state.taken[counter as usize];
         let own = of.acquirer(agent);
-        let enough = self.state.added[counter as usize] > of.others(own) + i64::from(taken[own]);
+        let launch = self.runs.program.steps[step as usize].launch;
+        let others = of.others(own, launch, self.runs.program.launches);
+        let enough = self.state.added[counter as usize] > others + i64::from(taken[own]);
         if enough {
             taken[own] += 1;
         }
@@ -573,14 +577,16 @@ impl Play<'_, '_, '_, '_> {
     fn done(&mut self, agent: u32, item: &mut Item) -> bool {
         match &mut item.left {
             Left::Takes(left) => {
-                left.retain(|&counter| !self.take(agent, counter));
+                left.retain(|&counter| !self.take(agent, item.step, counter));
                 left.is_empty()
             }
             Left::Pieces(pieces) => {
                 pieces.retain(|&piece| !self.moved(item.step, piece));
                 pieces.is_empty()
             }
-            Left::Cells(cells) => cells.iter().all(|&cell| self.state.written[cell as usize]),
+            Left::Cells(launch, cells) => {
+                cells.iter().all(|&cell| self.state.written[cell as usize] >= *launch)
+            }
             Left::Flush(port, pushed) => self.state.ports[*port as usize].done >= *pushed,
         }
     }
@@ -604,7 +610,7 @@ impl Play<'_, '_, '_, '_> {
         let each = &program.moves[at as usize];
         let awaits = each.awaits && !self.hold.passes_packets;
         let mut awaited = program.sources(each).iter().filter(|source| awaits && source.view.packets());
-        let there = awaited.all(|source| self.state.written[(source.cell + piece) as usize]);
+        let there = awaited.all(|source| self.state.written[(source.cell + piece) as usize] >= each.launch);
         let number = each.first_piece + piece;
         let mut held = false;
         for (at, _) in self.hold.pieces.iter().enumerate().filter(|&(_, hold)| *hold == Some(number)) {
@@ -625,7 +631,9 @@ impl Play<'_, '_, '_, '_> {
         }
         for dest in program.dests(each).iter().filter(|dest| dest.view.packets()) {
             let cell = dest.cell + piece;
-            if !std::mem::replace(&mut self.state.written[cell as usize], true) {
+            let written = &mut self.state.written[cell as usize];
+            if *written < each.launch {
+                *written = each.launch;
                 let readers = self.runs.readers.get_or_init(|| readers(program));
                 self.state.dirty.extend(readers.get(&cell).into_iter().flatten());
             }

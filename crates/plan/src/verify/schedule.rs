@@ -39,8 +39,8 @@ struct Run<'p, 'a> {
     taken: Vec<Vec<u32>>,
     /// For each barrier, the agents that have reached it.
     come: Vec<Vec<u32>>,
-    /// The cells that have been written.
-    written: Vec<bool>,
+    /// For each cell of packets, the last launch that has written it, from 1.
+    written: Vec<u32>,
     counter_waiters: Vec<Vec<u32>>,
     cell_waiters: HashMap<u32, Vec<u32>>,
     ready: Vec<u32>,
@@ -61,7 +61,7 @@ pub(super) fn run(program: &Program<'_>, cells: &Cells) -> Result<Schedule, Box<
         added: program.counters.iter().map(|counter| counter.initial).collect(),
         taken: program.counters.iter().map(|counter| vec![0; counter.acquirers.len()]).collect(),
         come: vec![Vec::new(); program.meetings.len()],
-        written: vec![false; cells.len()],
+        written: vec![0; cells.len()],
         counter_waiters: vec![Vec::new(); program.counters.len()],
         cell_waiters: HashMap::new(),
         ready: (0..program.agents.len() as u32).rev().collect(),
@@ -192,7 +192,9 @@ impl Run<'_, '_> {
         let of = &self.program.counters[counter as usize];
         let taken = &mut self.taken[counter as usize];
         let own = of.acquirer(agent);
-        let enough = self.added[counter as usize] > of.others(own) + i64::from(taken[own]);
+        let launch = self.program.steps[self.next[agent as usize].0 as usize].launch;
+        let others = of.others(own, launch, self.program.launches);
+        let enough = self.added[counter as usize] > others + i64::from(taken[own]);
         if enough {
             taken[own] += 1;
         }
@@ -210,7 +212,7 @@ impl Run<'_, '_> {
         for each in moves.iter().filter(|each| each.awaits) {
             for source in program.sources(each).iter().filter(|source| source.view.packets()) {
                 let mut cells = source.cell..source.cell + each.pieces;
-                if let Some(cell) = cells.find(|&cell| !self.written[cell as usize]) {
+                if let Some(cell) = cells.find(|&cell| self.written[cell as usize] < each.launch) {
                     return Some(Waiting::Cell(cell));
                 }
             }
@@ -218,7 +220,7 @@ impl Run<'_, '_> {
         for each in moves {
             for dest in program.dests(each).iter().filter(|dest| dest.view.packets()) {
                 for cell in dest.cell..dest.cell + each.pieces {
-                    self.written[cell as usize] = true;
+                    self.written[cell as usize] = each.launch.max(self.written[cell as usize]);
                     self.ready.extend(self.cell_waiters.remove(&cell).unwrap_or_default());
                 }
             }
@@ -247,12 +249,16 @@ impl Run<'_, '_> {
         let mut places: Vec<Place> = Vec::new();
         let mut waits = Vec::new();
         for (agent, waiting) in self.cycle() {
-            places.push(program.steps[self.next[agent as usize].0 as usize].place);
+            let step = self.next[agent as usize].0;
             waits.push(match waiting {
                 Waiting::Counter(counter) => Missing::Count(program.counters[counter as usize].counted),
-                Waiting::Barrier(_) => Missing::Barrier(program.barrier(self.next[agent as usize].0)),
+                Waiting::Barrier(_) => match program.barrier(step) {
+                    Some(barrier) => Missing::Barrier(barrier),
+                    None => continue,
+                },
                 Waiting::Cell(_) => Missing::Packets,
             });
+            places.push(program.steps[step as usize].place);
         }
         Finding::new(program.plan, Kind::Deadlock { waits }, places).in_run(self.served.clone())
     }

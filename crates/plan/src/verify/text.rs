@@ -95,7 +95,7 @@ impl fmt::Display for Kind {
             Kind::Form { error } => write!(f, "malformed: {error}"),
             Kind::NoSize { why } => write!(f, "no message fits the plan: {why}"),
             Kind::TooLarge { what, limit } => {
-                write!(f, "not decided, and so rejected: more than {limit} {what}")
+                write!(f, "not decided: more than {limit} {what}")
             }
             Kind::Operation { why } => write!(f, "impossible operation: {why}"),
             Kind::Bounds { chunks, rank, buffer, have } => write!(
@@ -171,6 +171,10 @@ impl fmt::Display for Kind {
                 f,
                 "rank {rank} uses buffers of rank {owner} without waiting for it to begin: the ranks must meet before each call"
             ),
+            Kind::NeedsMeeting { why } => {
+                write!(f, "the ranks must meet before each launch; in launches back to back: {why}")
+            }
+            Kind::SharedScratch => write!(f, "packets and plain data share bytes of scratch"),
             Kind::InputOverwritten { region } => write!(f, "overwrites the input, out of place: {region}"),
             Kind::Group { region, size, present } => {
                 write!(f, "only {present} of a group of {size} thread blocks write their share: {region}")
