@@ -18,13 +18,13 @@ fn plan(algorithm: &Algorithm, setting: &Setting) -> Plan {
     algorithm.plan(setting).unwrap_or_else(|error| panic!("{}: {error}", algorithm.name))
 }
 
-/// In bounds, balanced, free of deadlocks and races, right results, and nothing to remark.
+/// In bounds, balanced, free of deadlocks and races, right results, also in launches back to back, and nothing to remark.
 fn prove(plan: &Plan) {
     for memory in [Memory::Host, Memory::Device] {
         let report = verify(plan, &Proof { memory, ..Proof::default() });
         let (name, ranks) = (plan.name.as_deref().unwrap_or_default(), plan.num_ranks());
         assert!(
-            report.proved && report.meaning && report.findings.is_empty(),
+            report.proved && report.meaning && report.back_to_back && report.findings.is_empty(),
             "{name} of {ranks} ranks, in place: {}, {memory:?}: {report}",
             plan.inplace
         );
@@ -165,4 +165,29 @@ fn what_an_algorithm_cannot_do_is_refused() {
     let nowhere = Setting { nodes: 0, ..Setting::new(4) };
     assert!(library::all_reduce::hierarchical(&nowhere).is_err(), "also where the list is not asked");
     assert!(library::find("three-shot").is_none());
+}
+
+/// Plans of packets that take turns between two scratches; with one scratch only those may follow back to back whose last packets say that
+/// the first ones have been read.
+#[test]
+fn packets_of_one_step_need_two_scratches_or_a_meeting() {
+    let mut meets = Vec::new();
+    for (algorithm, setting) in [2, 4, 8].into_iter().flat_map(settings) {
+        let double = plan(algorithm, &setting);
+        if !double.use_double_scratch_buffer {
+            continue;
+        }
+        let single = Plan { use_double_scratch_buffer: false, ..double };
+        let report = verify(&single, &Proof { memory: Memory::Device, ..Proof::default() });
+        let kinds: Vec<_> = report.findings.iter().map(|finding| finding.kind.name()).collect();
+        assert!(report.proved && report.back_to_back == kinds.is_empty(), "{}: {report}", algorithm.name);
+        if !report.back_to_back {
+            assert_eq!(kinds, ["needs_meeting"], "{}: {report}", algorithm.name);
+            meets.push(algorithm.name);
+        }
+    }
+    meets.dedup();
+    meets.sort_unstable();
+    meets.dedup();
+    assert_eq!(meets, ["one-shot-all-reduce", "packet-all-to-all"]);
 }

@@ -1,6 +1,7 @@
 //! What the verifier proves and what it rejects.
 
 mod hostile;
+mod launches;
 mod mutants;
 mod oracle;
 mod orders;

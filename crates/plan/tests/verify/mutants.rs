@@ -50,7 +50,7 @@ fn mutants(plan: &Plan) -> Vec<(String, Plan)> {
 /// A mutant is proved if and only if no interleaving goes wrong.
 #[test]
 fn a_mutant_is_proved_only_if_it_is_right() {
-    let mut judged = [0, 0];
+    let (mut judged, mut back_to_back) = ([0, 0], [0, 0]);
     for (name, plan) in plans::tiny() {
         let expected = oracle::outputs(&plan).expect("a run that ends");
         assert!(!expected.is_empty() && verify(&plan, &Options::default()).meaning);
@@ -61,8 +61,20 @@ fn a_mutant_is_proved_only_if_it_is_right() {
                 let bad = oracle::judge_at(&mutant, 1, &expected, memory).expect("few states");
                 assert_eq!(report.proved, bad.is_none(), "{name}, {what}, {memory:?}: {bad:?}, but {report}");
                 judged[usize::from(report.proved)] += 1;
+                // A mutant of more states is left out.
+                if report.proved
+                    && let Ok(bad) = oracle::judge_launches(&mutant, 1, &expected, memory, 2)
+                {
+                    assert_eq!(
+                        report.back_to_back,
+                        bad.is_none(),
+                        "{name}, {what}, {memory:?}: {bad:?}, but {report}"
+                    );
+                    back_to_back[usize::from(report.back_to_back)] += 1;
+                }
             }
         }
     }
     assert!(judged[0] > 50 && judged[1] > 10, "{judged:?}");
+    assert!(back_to_back.iter().all(|&mutants| mutants > 3), "{back_to_back:?}");
 }

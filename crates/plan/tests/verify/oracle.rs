@@ -11,6 +11,9 @@
 //!
 //! Packets and plain data of scratch may share bytes, and then end each other. Plain data may equal any flag: nobody may
 //! look for packets where they lie, be they of this launch or of the one before.
+//!
+//! Launches back to back are one plan: behind each, a rank's blocks and ports come to an end, one of its blocks touches the rank's tensors,
+//! and all go on. Packets are those of a launch, and others in their place are not taken for them.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -57,6 +60,8 @@ struct State {
     ports: Vec<VecDeque<Pushed>>,
     /// What each cell holds.
     holds: Vec<Value>,
+    /// For each cell, the launch that wrote packets there.
+    launches: Vec<u8>,
     /// Where plain data lie in place of packets, perhaps of the launch before.
     spoilt: Mask,
     /// What each block has been told; empty if there is nothing relaxed.
@@ -82,22 +87,37 @@ struct Told {
     news: Vec<Mask>,
     /// Each port of each block.
     ports: Vec<Vec<Mask>>,
-    /// For each counter, what those tell that have been added and not taken.
-    signals: Vec<VecDeque<Mask>>,
+    /// For each counter, what those tell that have been added and not taken: to all, and to who takes them relaxed.
+    signals: Vec<VecDeque<[Mask; 2]>>,
+    /// For each block, when its rank began the launch behind another.
+    begun: Vec<Mask>,
     /// For each cell of packets, what its writer had been told.
     packets: Vec<Mask>,
 }
 
 impl Told {
     fn all(&mut self) -> impl Iterator<Item = &mut Mask> {
-        let Told { blocks, news, ports, signals, packets } = self;
-        let many = ports.iter_mut().flatten().chain(signals.iter_mut().flatten());
-        blocks.iter_mut().chain(news).chain(packets).chain(many)
+        let Told { blocks, news, ports, signals, begun, packets } = self;
+        let many = ports.iter_mut().flatten().chain(signals.iter_mut().flatten().flatten());
+        blocks.iter_mut().chain(news).chain(packets).chain(begun).chain(many)
     }
+}
+
+/// What an item is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Role {
+    Operation,
+    /// All blocks and ports of the rank end.
+    End,
+    /// The rank's caller accesses its tensors.
+    Touch,
 }
 
 /// An operation in one turn.
 struct Item<'a> {
+    role: Role,
+    /// From 1.
+    launch: u8,
     kind: &'a OpKind,
     /// Unit by unit, from which cells to which.
     pieces: Vec<(Vec<usize>, Vec<usize>)>,
@@ -144,6 +164,18 @@ pub fn judge_at(plan: &Plan, units: u64, expected: &[Expected], memory: Memory) 
         }
     }
     Ok(None)
+}
+
+/// What can go wrong if the plan is launched that often back to back; `Err` if there are too many states.
+pub fn judge_launches(
+    plan: &Plan,
+    units: u64,
+    expected: &[Expected],
+    memory: Memory,
+    launches: u8,
+) -> Result<Option<Bad>, ()> {
+    let oracle = Oracle::of_launches(plan, units, expected, true, memory, launches);
+    Ok(oracle.explore(&mut 0)?.0)
 }
 
 /// What the outputs hold at the end of some run, chunk by chunk, where they hold the same everywhere in a chunk.
@@ -204,8 +236,22 @@ fn units(all: Range<u64>, group: Option<GroupShare>, turn: Option<(u64, u64)>) -
     }
 }
 
+/// From a cell of packets to the one in the other half of the scratch; of plain data it is twice as far.
+const HALF: u64 = 1 << 32;
+
 impl<'a> Oracle<'a> {
     fn new(plan: &'a Plan, chunk: u64, expected: &[Expected], many: bool, memory: Memory) -> Self {
+        Self::of_launches(plan, chunk, expected, many, memory, 1)
+    }
+
+    fn of_launches(
+        plan: &'a Plan,
+        chunk: u64,
+        expected: &[Expected],
+        many: bool,
+        memory: Memory,
+        launches: u8,
+    ) -> Self {
         let mut cells = Vec::new();
         let mut numbers: HashMap<Cell, usize> = HashMap::new();
         let mut number = |cell: Cell| {
@@ -235,23 +281,44 @@ impl<'a> Oracle<'a> {
         let blocks: Vec<_> = Block::all(plan).collect();
         let items = blocks.iter().map(|block| {
             let mut items = Vec::new();
-            for op in &block.get().ops {
-                let OpKind::Pipeline(Pipeline { unit_size, num_chunks, ops }) = &op.kind else {
-                    items.push(pieces(plan, block, &op.kind, chunk, None, &mut number));
-                    continue;
+            for launch in 1..=launches {
+                if launch > 1 {
+                    let end = (Role::End, launch, &OpKind::Nop, Vec::new());
+                    items.push(end.clone());
+                    if block.id().index() == 0 {
+                        let pieces = touched(plan, block, chunk, &mut number);
+                        items.push((Role::Touch, launch, &OpKind::Nop, pieces));
+                    }
+                    items.push(end);
+                }
+                // Launches take turns between the halves of the scratch.
+                let mut number = |(rank, buffer, packets, unit): Cell| {
+                    let is_other = plan.use_double_scratch_buffer && launch % 2 == 0;
+                    let half = if packets { HALF } else { 2 * HALF };
+                    let other = if is_other && buffer == BufferType::Scratch { half } else { 0 };
+                    number((rank, buffer, packets, unit + other))
                 };
-                let unit = unit_size / plan.buffer_alignment;
-                for turn in (0..num_chunks * chunk).step_by(unit as usize).map(|at| at / unit) {
-                    let turn = Some((turn, unit));
-                    items
-                        .extend(ops.iter().map(|op| pieces(plan, block, &op.kind, chunk, turn, &mut number)));
+                for op in &block.get().ops {
+                    let OpKind::Pipeline(Pipeline { unit_size, num_chunks, ops }) = &op.kind else {
+                        let (kind, pieces) = pieces(plan, block, &op.kind, chunk, None, &mut number);
+                        items.push((Role::Operation, launch, kind, pieces));
+                        continue;
+                    };
+                    let unit = unit_size / plan.buffer_alignment;
+                    for turn in (0..num_chunks * chunk).step_by(unit as usize).map(|at| at / unit) {
+                        let turn = Some((turn, unit));
+                        items.extend(ops.iter().map(|op| {
+                            let (kind, pieces) = pieces(plan, block, &op.kind, chunk, turn, &mut number);
+                            (Role::Operation, launch, kind, pieces)
+                        }));
+                    }
                 }
             }
             items
         });
         let items: Vec<Vec<_>> = items.collect();
         let shared: Vec<Mask> = cells.iter().map(|cell| sharing(&cells, cell)).collect();
-        let of = |(kind, pieces)| Item::of(kind, pieces, &shared);
+        let of = |(role, launch, kind, pieces)| Item { role, launch, ..Item::of(kind, pieces, &shared) };
         let mut items: Vec<Vec<Item<'_>>> =
             items.into_iter().map(|items| items.into_iter().map(of).collect()).collect();
         if many {
@@ -262,7 +329,9 @@ impl<'a> Oracle<'a> {
             };
             let split = |item: Item<'a>| match packets(&item) {
                 true => {
-                    item.pieces.into_iter().map(|piece| Item::of(item.kind, vec![piece], &shared)).collect()
+                    let Item { launch, kind, .. } = item;
+                    let alone = |piece| Item { launch, ..Item::of(kind, vec![piece], &shared) };
+                    item.pieces.into_iter().map(alone).collect()
                 }
                 false => vec![item],
             };
@@ -333,9 +402,15 @@ impl<'a> Oracle<'a> {
                 }
             }
         }
+        let last = self.items.iter().flatten().map(|item| item.launch).max().unwrap_or(1);
+        self.expected.iter().any(|row| self.wrong(state, row, last)).then_some(Bad::Wrong)
+    }
+
+    /// Whether a cell does not hold what it should behind a launch.
+    fn wrong(&self, state: &State, (cell, from): &(usize, Vec<usize>), launch: u8) -> bool {
         let values = self.values.borrow();
-        let wrong = |(cell, from): &(usize, Vec<usize>)| values[state.holds[*cell] as usize] != *from;
-        self.expected.iter().any(wrong).then_some(Bad::Wrong)
+        let expected = from.iter().map(|&from| given(from, launch));
+        !values[state.holds[*cell] as usize].iter().copied().eq(expected)
     }
 
     fn value(&self, inputs: Vec<usize>) -> Value {
@@ -355,14 +430,7 @@ impl<'a> Oracle<'a> {
             counts.extend(gpu.semaphores.iter().map(|semaphore| semaphore.init_value));
         }
         let blocks = self.blocks.len();
-        let holds = self.cells.iter().enumerate().map(|(cell, &(rank, buffer, packets, unit))| {
-            let chunk = unit < self.input_units(rank);
-            match buffer == BufferType::Input && !packets && chunk {
-                true => self.value(vec![cell]),
-                false => NOTHING,
-            }
-        });
-        let holds = holds.collect();
+        let holds = (0..self.cells.len()).map(|cell| self.start_value(cell)).collect();
         let told = match self.relaxed {
             true => Told {
                 blocks: vec![Mask::MAX; blocks],
@@ -372,7 +440,8 @@ impl<'a> Oracle<'a> {
                     .iter()
                     .map(|block| vec![0; block.gpu().peers(ChannelType::Port).len()])
                     .collect(),
-                signals: counts.iter().map(|&count| (0..count).map(|_| 0).collect()).collect(),
+                signals: counts.iter().map(|&count| (0..count).map(|_| [0; 2]).collect()).collect(),
+                begun: vec![0; blocks],
                 packets: vec![0; self.cells.len()],
             },
             false => Told::default(),
@@ -383,8 +452,17 @@ impl<'a> Oracle<'a> {
             counts,
             ports: vec![VecDeque::new(); blocks],
             holds,
+            launches: vec![0; self.cells.len()],
             spoilt: 0,
             told,
+        }
+    }
+
+    fn start_value(&self, cell: usize) -> Value {
+        let (rank, buffer, packets, unit) = self.cells[cell];
+        match buffer == BufferType::Input && !packets && unit < self.input_units(rank) {
+            true => self.value(vec![cell]),
+            false => NOTHING,
         }
     }
 
@@ -400,8 +478,11 @@ impl<'a> Oracle<'a> {
 
     /// How many operations stand before the next meeting; alone, one.
     fn phase_len(&self, block: usize, from: usize) -> usize {
-        let meets = |op: &OpKind| matches!(op, OpKind::Nop | OpKind::Barrier { .. });
-        self.ops(block).skip(from).take_while(|op| !meets(op)).count()
+        let meets = |item: &&Item<'_>| {
+            item.role == Role::End
+                || item.role == Role::Operation && matches!(item.kind, OpKind::Nop | OpKind::Barrier { .. })
+        };
+        self.items[block].iter().skip(from).take_while(|item| !meets(item)).count()
     }
 
     fn ended(&self, state: &State, block: usize) -> bool {
@@ -485,6 +566,11 @@ impl<'a> Oracle<'a> {
             return Ok(Vec::new());
         }
         after.phase[block][at] = 2;
+        if self.items[block][op].role == Role::Touch {
+            after.phase[block][at] = 1;
+            self.touch(state, block, op)?;
+            return Ok(vec![after]);
+        }
         match kind {
             OpKind::Notify(notify) if notify.kind == NotifyKind::Flush => {
                 let done = state.ports[block].iter().all(|pushed| {
@@ -508,8 +594,10 @@ impl<'a> Oracle<'a> {
                         }
                         after.ports[block].push_back(self.pushed(state, block, index, op));
                     } else {
-                        let told = if notify.relaxed { 0 } else { self.told(state, block) };
-                        self.add(&mut after, self.peers_count(block, notify.channel_type, index), told);
+                        let told =
+                            if notify.relaxed { self.begun(state, block) } else { self.told(state, block) };
+                        let counter = self.peers_count(block, notify.channel_type, index);
+                        self.add(&mut after, counter, [told, self.begun(state, block)]);
                     }
                 }
             }
@@ -531,7 +619,7 @@ impl<'a> Oracle<'a> {
                     return Ok(self.takes(state, [block, at], &counters, false));
                 }
                 for counter in counters {
-                    self.add(&mut after, counter, self.told(state, block));
+                    self.add(&mut after, counter, [self.told(state, block), 0]);
                 }
             }
             OpKind::Put(put) if put.channel_type == ChannelType::Port => {
@@ -546,7 +634,10 @@ impl<'a> Oracle<'a> {
                 if item.reads & state.spoilt != 0 {
                     return Err(Bad::Mistaken);
                 }
-                let absent = |cell: &usize| self.cells[*cell].2 && state.holds[*cell] == NOTHING;
+                let absent = |cell: &usize| {
+                    let is_other = state.launches[*cell] != item.launch;
+                    self.cells[*cell].2 && (is_other || state.holds[*cell] == NOTHING)
+                };
                 if item.pieces.iter().any(|(from, _)| from.iter().any(absent)) {
                     return Ok(Vec::new());
                 }
@@ -615,7 +706,7 @@ impl<'a> Oracle<'a> {
             };
             if signals {
                 let told = if self.relaxed { after.told.ports[block][index.index()] } else { 0 };
-                self.add(&mut after, self.peers_count(block, ChannelType::Port, index), told);
+                self.add(&mut after, self.peers_count(block, ChannelType::Port, index), [told; 2]);
             }
             next.push(after);
         }
@@ -636,7 +727,25 @@ impl<'a> Oracle<'a> {
             });
             done.then(|| self.ops(block).nth(state.from[block] + state.phase[block].len())).flatten()
         };
+        // Where a launch ends, ports have done everything.
+        let ends = |block: usize| {
+            let next = self.items[block].get(state.from[block] + state.phase[block].len());
+            next.is_some_and(|item| item.role == Role::End)
+                && at(block).is_some()
+                && state.ports[block].is_empty()
+        };
+        let is_end = ends(block);
         let all: Vec<usize> = match at(block) {
+            Some(OpKind::Nop)
+                if self.items[block][state.from[block] + state.phase[block].len()].role == Role::End =>
+            {
+                let of_rank = |&other: &usize| self.blocks[other].rank() == self.blocks[block].rank();
+                let all: Vec<_> = (0..self.blocks.len()).filter(of_rank).collect();
+                match all[0] == block && all.iter().all(|&block| ends(block)) {
+                    true => all,
+                    false => return,
+                }
+            }
             Some(OpKind::Nop) => vec![block],
             Some(&OpKind::Barrier { barrier, num_threadblocks }) => {
                 let same = |other: &usize| {
@@ -654,10 +763,18 @@ impl<'a> Oracle<'a> {
         };
         let mut after = state.clone();
         if self.relaxed {
-            let told = all.iter().fold(0, |told, &block| told | self.at_meeting(state, block));
+            let of_ports = |block: usize| match is_end {
+                true => state.told.ports[block].iter().fold(0, |all, each| all | each),
+                false => 0,
+            };
+            let told =
+                all.iter().fold(0, |told, &block| told | self.at_meeting(state, block) | of_ports(block));
             for &block in &all {
                 after.told.blocks[block] = told;
                 after.told.news[block] = 0;
+                if is_end {
+                    after.told.begun[block] = told;
+                }
             }
         }
         for block in all {
@@ -683,11 +800,15 @@ impl<'a> Oracle<'a> {
         state.told.blocks.get(block).copied().unwrap_or_default()
     }
 
+    fn begun(&self, state: &State, block: usize) -> Mask {
+        state.told.begun.get(block).copied().unwrap_or_default()
+    }
+
     fn pushed(&self, state: &State, block: usize, port: ChannelIndex, op: usize) -> Pushed {
         Pushed { port: port.0, op, under_way: false, told: self.told(state, block) }
     }
 
-    fn add(&self, after: &mut State, counter: usize, told: Mask) {
+    fn add(&self, after: &mut State, counter: usize, told: [Mask; 2]) {
         after.counts[counter] += 1;
         if self.relaxed {
             after.told.signals[counter].push_back(told);
@@ -701,7 +822,7 @@ impl<'a> Oracle<'a> {
         }
         if self.relaxed {
             let told = after.told.signals[counter].pop_front().expect("as many as are counted");
-            after.told.news[block] |= if relaxed { 0 } else { told };
+            after.told.news[block] |= told[usize::from(relaxed)];
         }
         true
     }
@@ -732,9 +853,37 @@ impl<'a> Oracle<'a> {
         Ok(())
     }
 
+    /// The caller has the outputs of the launch before.
+    fn touch(&self, state: &State, block: usize, op: usize) -> Result<(), Bad> {
+        let item = &self.items[block][op];
+        if self.relaxed && (item.reads | item.writes) & !state.told.blocks[block] != 0 {
+            return Err(Bad::Late);
+        }
+        let own = |row: &&(usize, Vec<usize>)| self.cells[row.0].0 == self.blocks[block].rank();
+        let wrong = self.expected.iter().filter(own).any(|row| self.wrong(state, row, item.launch - 1));
+        if wrong { Err(Bad::Wrong) } else { Ok(()) }
+    }
+
+    /// It has overwritten them, and the inputs.
+    fn touched(&self, after: &mut State, block: usize, op: usize) {
+        let item = &self.items[block][op];
+        if self.relaxed {
+            after.told.all().for_each(|told| *told &= !item.writes);
+            after.ports.iter_mut().flatten().for_each(|pushed| pushed.told &= !item.writes);
+            after.told.news[block] |= item.writes;
+        }
+        for cell in (0..self.cells.len()).filter(|cell| item.writes & 1 << cell != 0) {
+            let is_input = self.start_value(cell) != NOTHING;
+            after.holds[cell] = if is_input { self.value(vec![given(cell, item.launch)]) } else { NOTHING };
+        }
+    }
+
     /// What an operation wrote is there, and its block or port knows.
     fn write(&self, after: &mut State, block: usize, op: usize, pushed: Option<&Pushed>) {
         let item = &self.items[block][op];
+        if item.role == Role::Touch {
+            return self.touched(after, block, op);
+        }
         for (from, to) in &item.pieces {
             let mut inputs = Vec::new();
             for &cell in from {
@@ -751,7 +900,8 @@ impl<'a> Oracle<'a> {
                 after.told.all().for_each(|told| *told &= !written);
                 after.ports.iter_mut().flatten().for_each(|pushed| pushed.told &= !written);
                 for &cell in to {
-                    if self.cells[cell].2 && after.holds[cell] == NOTHING {
+                    let is_first = after.launches[cell] != item.launch || after.holds[cell] == NOTHING;
+                    if self.cells[cell].2 && is_first {
                         after.told.packets[cell] = match self.memory {
                             Memory::Host => known | written,
                             Memory::Device => 1 << cell | self.shared[cell],
@@ -776,7 +926,10 @@ impl<'a> Oracle<'a> {
                     after.spoilt |= self.shared[cell];
                 }
             }
-            to.iter().for_each(|&cell| after.holds[cell] = value);
+            for &cell in to {
+                after.holds[cell] = value;
+                after.launches[cell] = item.launch;
+            }
         }
     }
 
@@ -816,6 +969,24 @@ fn sharing(cells: &[Cell], &(rank, buffer, packets, unit): &Cell) -> Mask {
         same && buffer == BufferType::Scratch && if packets { at / 2 == unit } else { *at == unit / 2 }
     };
     cells.iter().enumerate().filter(shares).fold(0, |mask, (cell, _)| mask | 1 << cell)
+}
+
+/// What the caller gives a cell of an input for a launch.
+fn given(cell: usize, launch: u8) -> usize {
+    cell + usize::from(launch - 1) * Mask::BITS as usize
+}
+
+/// The units of a rank's tensors as a caller accesses them: all are written, those of the output also read.
+fn touched(plan: &Plan, block: &Block<'_>, chunk: u64, number: &mut impl FnMut(Cell) -> usize) -> Pieces {
+    let (gpu, mut pieces) = (block.gpu(), Pieces::new());
+    for (buffer, chunks) in [(BufferType::Input, gpu.input_chunks), (BufferType::Output, gpu.output_chunks)] {
+        for unit in 0..chunks * chunk {
+            let cell = number((gpu.id, home(plan, buffer), false, unit));
+            let from = if buffer == BufferType::Output { vec![cell] } else { Vec::new() };
+            pieces.push((from, vec![cell]));
+        }
+    }
+    pieces
 }
 
 type Pieces = Vec<(Vec<usize>, Vec<usize>)>;
@@ -862,6 +1033,6 @@ impl<'a> Item<'a> {
             let each = shared.iter().enumerate().filter(|(cell, _)| cells & 1 << cell != 0);
             each.fold(cells, |all, (_, shared)| all | shared)
         });
-        Item { kind, pieces, reads, writes, bytes }
+        Item { role: Role::Operation, launch: 1, kind, pieces, reads, writes, bytes }
     }
 }

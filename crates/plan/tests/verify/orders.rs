@@ -199,6 +199,10 @@ fn scratch_may_be_packets_and_plain_data_in_turn() {
     proved(&[0], &["pack:i0:s0 take:0 - copy:i1:s1 - pack:i0:s0", "unpack:s0:o0 - give:0"]);
     // No block reads them.
     proved(&[], &["pack:i0:s0 - copy:i1:s0", "copy:i1:s2"]);
+    // Whether data of a launch that others have not ended may be in the way is not looked at.
+    let report = judge(&[], &["pack:i0:s0 - copy:i1:s0", "copy:i1:s2"]);
+    let meets = |finding: &Finding| matches!(&finding.kind, Kind::NeedsMeeting { why } if **why == Kind::SharedScratch);
+    assert!(!report.back_to_back && report.warnings().any(meets), "{report}");
 }
 
 #[test]

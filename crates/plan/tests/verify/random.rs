@@ -3,7 +3,9 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use antiphon_plan::verify::{Expectation, Expected, Kind, Memory, Options, Source, verify, verify_at};
+use antiphon_plan::verify::{
+    Expectation, Expected, Kind, Memory, Options, Report, Source, verify, verify_at,
+};
 use antiphon_plan::*;
 use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestRunner};
@@ -279,6 +281,8 @@ struct Changes {
     turned: Vec<bool>,
     /// The shares of some operations: of which block, which, and which half.
     shares: Vec<(usize, usize, u32)>,
+    /// Whether launches take turns between halves of the scratch.
+    double: bool,
     /// What is expected instead of what comes out: which row, and which input is in it that is not, or is not that is.
     wrong: Option<(usize, u32, u64)>,
 }
@@ -293,13 +297,9 @@ fn changes() -> impl Strategy<Value = Changes> {
     let shares =
         prop_oneof![3 => Just(Vec::new()), 1 => prop::collection::vec((0..4usize, 0..5usize, 0..2u32), 1..4)];
     let wrong = prop::option::weighted(0.15, (0..4usize, 0..2u32, 0..2u64));
-    (0..2usize, relaxed, turned, shares, wrong).prop_map(|(at, relaxed, turned, shares, wrong)| Changes {
-        at,
-        relaxed,
-        turned,
-        shares,
-        wrong,
-    })
+    (0..2usize, relaxed, turned, shares, any::<bool>(), wrong).prop_map(
+        |(at, relaxed, turned, shares, double, wrong)| Changes { at, relaxed, turned, shares, double, wrong },
+    )
 }
 
 impl Changes {
@@ -334,6 +334,7 @@ impl Changes {
         }
         let mut plan = plan(&blocks);
         plan.buffer_alignment = UNIT;
+        plan.use_double_scratch_buffer = self.double;
         plan
     }
 
@@ -368,6 +369,10 @@ struct Seen {
     mixed: [usize; 2],
     /// Those that are right on a host and wrong in device memory.
     only_on_host: usize,
+    /// Those that are right back to back: in launches with one scratch and with two halves.
+    back_to_back: [usize; 2],
+    /// What goes wrong in launches back to back.
+    needs_meeting: BTreeMap<String, usize>,
     /// With outputs that are judged; those of several inputs; with relaxed signals that are waited for, which are right
     /// or would be without; with pipelines; with groups.
     right_with: BTreeMap<&'static str, usize>,
@@ -440,6 +445,29 @@ fn mixes(plan: &Plan) -> bool {
     used[0].iter().any(|at| used[1].contains(at))
 }
 
+/// The same for launches back to back of a plan that is right.
+fn agree_back_to_back(
+    plan: &Plan,
+    report: &Report,
+    units: u64,
+    expected: &[Expected],
+    memory: Memory,
+    seen: &mut Seen,
+) -> Result<(), TestCaseError> {
+    let launches = 2 + u8::from(plan.use_double_scratch_buffer);
+    let Ok(bad) = oracle::judge_launches(plan, units, expected, memory, launches) else { return Ok(()) };
+    let plan_text = || format!("{report}\n{}", plan.to_json());
+    prop_assert!(bad.is_none() || !report.back_to_back, "{:?}: {:?}, but {}", memory, bad, plan_text());
+    // Where packets and plain data share bytes, the verifier does not look.
+    let is_right = bad.is_none() == report.back_to_back || mixes(plan);
+    prop_assert!(is_right, "{:?}: right back to back, but {}", memory, plan_text());
+    match bad {
+        None => seen.back_to_back[usize::from(plan.use_double_scratch_buffer)] += 1,
+        Some(bad) => *seen.needs_meeting.entry(format!("{bad:?}")).or_default() += 1,
+    }
+    Ok(())
+}
+
 /// Checks that the verifier and the model checker agree on every plan that the model checker can judge.
 fn agree(cases: u32, blocks: impl Strategy<Value = Blocks>) -> Seen {
     // Other plans: PROPTEST_CASES=100000 PROPTEST_RNG_SEED=7 cargo test …
@@ -488,6 +516,14 @@ fn agree(cases: u32, blocks: impl Strategy<Value = Blocks>) -> Seen {
                 seen.borrow_mut().only_on_host += usize::from(bad.is_none() && bad_on_device.is_some());
             }
             let mut seen = seen.borrow_mut();
+            if units == 1 {
+                for memory in [Memory::Host, Memory::Device] {
+                    let report = verify_at(&plan, &Options { memory, ..options.clone() }, units * UNIT);
+                    if report.proved {
+                        agree_back_to_back(&plan, &report, units, &expected, memory, &mut seen)?;
+                    }
+                }
+            }
             let wrong = usize::from(bad.is_some());
             seen.contended[wrong] += usize::from(contended(&plan));
             seen.mixed[wrong] += usize::from(mixes(&plan));
