@@ -12,7 +12,8 @@ use crate::{ExitStatus, FAILURE, SUCCESS};
 /// Prove that a plan does what its collective must do, or show what is wrong.
 ///
 /// Bounds, pairing of signals and waits, deadlocks, races and, for all-gather, all-reduce, reduce-scatter, all-to-all and
-/// send/receive, what the outputs hold. The exit code is 0 if all is proved.
+/// send/receive, what the outputs hold; and whether launches may follow back to back, without a meeting of the ranks. The exit code is 0
+/// if all is proved.
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_help = "\
 Examples:
