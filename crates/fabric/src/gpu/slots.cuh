@@ -9,8 +9,11 @@
 // this kernel has ended. This word is the tag: in every call every rank sends each peer a tag, which also describes the call, so
 // that ranks detect calls that disagree.
 //
+// A call that needs neither the tags nor the slot of its own may leave the slot to the next one (`advance`): if all ranks do so in the same call, the
+// calls that take slots keep the rules above, whatever ranks do between them.
+//
 // Calls of a tenant follow each other, but a program may launch a graph beside a call. If the graph's grid begins before the call has
-// advanced, both take one slot. So every block writes the number of its grid into the tag of its own rank, which no peer uses, and one
+// advanced, both are the same call. So every block writes the number of its grid into a word of that call, where no peer writes, and one
 // of the two finds the other's number there (`advance`). If the graph's grid begins later, it has the next slot. So every block notes
 // the number of its call when it ends (`block_end`), and the blocks of the next call compare these notes before they end themselves. If
 // a note is missing, the call before runs, and the communicator ends. So no call comes behind one that passes another, and nobody writes
@@ -38,7 +41,7 @@ constexpr u32 OWN_TOO = 0x80000000u; // beside a number of vectors: in the lane 
 // At the start of an arena, MAX_BLOCKS times. Begins as zeros.
 struct control {
     u32 call;                     // of this call: see SLOT_BITS
-    u32 dirty_lower, dirty_upper; // vectors of the lower and upper lanes that the call before has used
+    u32 dirty_lower, dirty_upper; // vectors of the lower and upper lanes that the call before has used; words of its own if calls use none
     u32 failed;                   // whether a call has failed: then no call sends any more. Only `stop_calls` writes it
 };
 
@@ -177,8 +180,11 @@ DEVICE u32 grid_number() {
     return (u32)number;
 }
 
-// Where the grid that has a slot writes its number.
-DEVICE u32* owner_of(const arguments& a, u32 slot) { return (u32*)(a.own + slot + a.rank * 16); }
+// Where the grid of a call writes its number: one of four words in the tag of its own rank in the first slot, which no peer uses.
+DEVICE u32* owner_of(const arguments& a, u32 number) { return (u32*)(a.own + SLOTS_AT + a.rank * 16) + number % 4; }
+
+// The number of a call among those of its tenant, as far as there are bits.
+DEVICE u32 number_of(const turn& t) { return t.words.x >> NUMBER_AT; }
 
 // Behind the control words: the number of the last call that a block has ended.
 DEVICE u32* note_of(const arguments& a, u32 block) { return (u32*)((control*)a.own + MAX_BLOCKS) + block; }
@@ -226,28 +232,29 @@ DEVICE void stop_overlap(const arguments& a) { stop_overlap(a.own, a.other, a.bo
 
 // While data travels: sends the tags, empties the slot of the call before, and stores the state for the next call, which reads
 // it after this one has ended: the next slot, and the `lower` and `upper` vectors of this call's lanes, which that call empties. The
-// first `busy` blocks empty nothing.
+// first `busy` blocks empty nothing. A call that takes no slot, on no rank, sends no tags and leaves the slots as they are; it has no lanes
+// either.
 //
 // False, for all threads of the block, if a call has failed, also if it failed while the block began: then some threads have loaded
 // control words that say so, and others have not. All threads come here, since a thread that went on alone would wait for the others.
-DEVICE bool advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32 busy = 0) {
+DEVICE bool advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32 busy = 0, bool takes_slot = true) {
     // One thread of each block, which looks at the answers when it has done the rest. If blocks of two grids have begun one call, one of
     // them finds the other's number: also where each grid has begun two calls, as blocks of both are in either. The number stays until
     // the call after the next begins.
     const bool claims = claims_slot();
-    const u32 number = t.words.x >> NUMBER_AT, blocks_before = t.words.x >> SLOT_BITS & ((1u << BLOCK_BITS) - 1);
+    const u32 number = number_of(t), blocks_before = t.words.x >> SLOT_BITS & ((1u << BLOCK_BITS) - 1);
     u32 owner = EMPTY, note = number - 1;
     if (claims) block_end::prepare(number);
     if (claims && !t.has_failed()) {
-        owner = atomicCAS(owner_of(a, t.slot), EMPTY, grid_number());
+        owner = atomicCAS(owner_of(a, number), EMPTY, grid_number());
         if (blockIdx.x < blocks_before) note = ld_relaxed_sys(note_of(a, blockIdx.x));
     }
-    if (has_tag() && !t.has_failed()) {
+    if (has_tag() && takes_slot && !t.has_failed()) {
         store_tag(a.peer[threadIdx.x] + t.slot + a.rank * 16, a.doing.low, a.doing.high);
         store16(a.own + t.before + rank_of(a, threadIdx.x) * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY)); // races: a hint may have seen the tag
     }
-    const u32 next = t.index() == SLOTS - 1 ? 0 : t.index() + 1; // after a failure there is no slot, nor a next one
-    if (blockIdx.x == 0 && claims && !t.has_failed()) *owner_of(a, SLOTS_AT + next * a.slot_stride) = EMPTY;
+    const u32 next = !takes_slot ? t.index() : t.index() == SLOTS - 1 ? 0 : t.index() + 1; // after a failure there is no slot, nor a next one
+    if (blockIdx.x == 0 && claims && !t.has_failed()) st_relaxed_sys(owner_of(a, number + 1), EMPTY);
     if (__syncthreads_or(t.has_failed())) return false; // all threads have read the block's own copy
     for (u32 copy = blockIdx.x + threadIdx.x * gridDim.x; copy < MAX_BLOCKS; copy += blockDim.x * gridDim.x) {
         // Not the whole vector: another block, or one of the other channel, may have failed meanwhile.
@@ -322,14 +329,18 @@ struct reader {
 
     // As `wait`, until ready(missing, seen), for a number that is `expected`: the report has this and what was `seen`.
     template <bool TOGETHER, class Ready> DEVICE bool wait_for(u64 expected, Ready ready) {
+        return wait_for<TOGETHER>(expected, ready, [&] {
+            compare_tags(a.own + slot, a.board, a.rank, a.doing);
+            find_overlap(a, slot);
+        });
+    }
+
+    // The same for a call that has other things to look at now and then while it waits.
+    template <bool TOGETHER, class Ready, class Look> DEVICE bool wait_for(u64 expected, Ready ready, Look look) {
         u32 missing = a.rank;
         const auto is_ready = [&](tag& seen) {
             missing = a.rank; // a thread that is ready while others of the warp wait names no peer
             return ready(missing, seen);
-        };
-        const auto look = [&] {
-            compare_tags(a.own + slot, a.board, a.rank, a.doing);
-            find_overlap(a, slot);
         };
         const bool came = wait_until<TOGETHER>(patience, missing, expected, is_ready, look);
         if (!came) stop_calls((control*)a.own, (control*)a.other);
