@@ -160,7 +160,11 @@ impl CudaPlan {
                     is_small: false,
                 },
                 work: Work::new(prepared.signature(number, places)),
-                arguments: PlanCall { bases, ..prepared.part(number).call },
+                arguments: PlanCall {
+                    bases,
+                    places: places.unwrap_or(0).into(),
+                    ..prepared.part(number).call
+                },
             };
             // SAFETY: the table's addresses are those of this plan's memory, which lives until the context is idle, of the caller's
             // tensors, and of memory that is registered; the blocks were found to fit.
@@ -179,7 +183,9 @@ impl CudaPlan {
         let stuck = report.and_then(|report| {
             let doing = Signature::from_words(report.doing)?;
             let part = self.memory.prepared.iter().find_map(|prepared| prepared.part_of(&doing))?;
-            let origin = *part.origins.get(usize::try_from(report.seen[1] - 1).ok()?)?;
+            // Each half of the scratch has all steps.
+            let step = usize::try_from(report.seen[1] - 1).ok()? % part.origins.len().max(1);
+            let origin = *part.origins.get(step)?;
             waiting(&self.plan, Rank(self.rank as u32), &part.program, origin?, &report)
         });
         match stuck {

@@ -265,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 execute(const __grid_constant__ arguments a, const __grid_constant__ plan_call p) {
     pdl_wait();
     const block_end end(a);
-    const plan_block& block = p.blocks[blockIdx.x];
+    const plan_block& block = p.blocks[number_of_block(p, next_flag(p))];
     if (IS_COPIED && thread() >= 32) { // while the first warp sends the tags
         const plan_step* steps = p.steps + block.first_step;
         const plan_item* items = p.items + block.first_item;

@@ -29,6 +29,9 @@ pub(super) struct PlanCall {
     pub(super) cleared: u64,
     pub(super) packets: u64,
     pub(super) packet_bytes: u64,
+    pub(super) halves: u64,
+    pub(super) size: u64,
+    pub(super) places: u64,
     pub(super) bases: Bases,
 }
 

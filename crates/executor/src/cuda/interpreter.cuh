@@ -134,7 +134,7 @@ execute(const __grid_constant__ arguments a, const __grid_constant__ plan_call p
 
     // A warp that has given up does nothing until the block's threads meet, and then the block ends.
     bool has_failed = false;
-    launch l{a, p, p.steps + p.blocks[blockIdx.x].first_step};
+    launch l{a, p, p.steps + p.blocks[number_of_block(p, of_launch().flag)].first_step};
     for (; l.step->kind != STEP_END; l.step = behind(p, l.step)) {
         const u32 kind = l.step->kind;
         if (kind == STEP_MEET) {

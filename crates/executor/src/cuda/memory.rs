@@ -118,11 +118,21 @@ pub(super) struct Areas {
     bytes: [usize; 3],
     /// Bytes of scratch, with packets.
     pub(super) scratch: usize,
+    /// Bytes from a half of plain scratch to the other, and of packets; launches take turns between `halves`.
+    half: [usize; 2],
+    pub(super) halves: usize,
 }
 
 impl Areas {
-    /// The areas of `input` and `output` chunks, and of `scratch` chunks for slices of them. None if they exceed the address space.
-    pub(super) fn new(slicing: Slicing, chunks: [u64; 3], stages: bool, has_packets: bool) -> Option<Self> {
+    /// The areas of `input` and `output` chunks, and of `scratch` chunks for slices of them, which there are in 1 or 2 `halves`. None if they
+    /// exceed the address space.
+    pub(super) fn new(
+        slicing: Slicing,
+        chunks: [u64; 3],
+        halves: usize,
+        stages: bool,
+        has_packets: bool,
+    ) -> Option<Self> {
         const LINE: usize = 256;
         let area = |count: u64, bytes: usize| {
             usize::try_from(count).ok()?.checked_mul(bytes)?.checked_next_multiple_of(LINE)
@@ -133,10 +143,14 @@ impl Areas {
         let plain = area(scratch, slice)?;
         let packets = if has_packets { area(scratch, Layout::packets(slice)?)? } else { 0 };
         let header = if has_packets { HEADER as usize } else { 0 };
+        let half = [plain, packets];
+        let [plain, packets] = [plain.checked_mul(halves)?, packets.checked_mul(halves)?];
         Some(Self {
             staged_output_at,
             bytes: [staged_output_at.checked_add(staged(output)?)?, plain, header.checked_add(packets)?],
             scratch: plain.checked_add(packets)?,
+            half,
+            halves,
         })
     }
 }
@@ -187,6 +201,8 @@ pub(super) struct Places<'a> {
     pub(super) writers: &'a Writers,
     pub(super) arenas: &'a Arenas,
     pub(super) areas: Areas,
+    /// Which half of the scratch.
+    pub(super) half: usize,
     pub(super) slicing: Slicing,
     /// Bytes of each chunk that a launch does: of scratch, all that there are.
     pub(super) slice: usize,
@@ -244,6 +260,7 @@ impl Places<'_> {
     /// A region of a rank as this rank's GPU sees it, and the bytes from chunk to chunk there.
     pub(super) fn region(&self, rank: usize, region: Region) -> (Base, u64, usize) {
         let (chunk, slice) = (self.slicing.chunk, self.slice);
+        let [plain, packets] = self.areas.half.map(|bytes| (bytes * self.half) as u64);
         let within = |kind: usize, at: u64, stride| {
             let start = self.arenas[kind].as_ref().map_or(0, |arena| arena.pointer(rank).0);
             (Base::Absolute, start + at, stride)
@@ -255,8 +272,8 @@ impl Places<'_> {
             Region::SharedOutput => (Base::OfSharedOutput, 0, chunk),
             Region::StagedInput => (Base::OfStaging, 0, chunk),
             Region::StagedOutput => (Base::OfStaging, self.areas.staged_output_at as u64, chunk),
-            Region::Scratch => within(1, 0, slice),
-            Region::Packets => within(2, HEADER, Layout::packets(slice).unwrap_or(0)),
+            Region::Scratch => within(1, plain, slice),
+            Region::Packets => within(2, HEADER + packets, Layout::packets(slice).unwrap_or(0)),
         }
     }
 

@@ -48,7 +48,8 @@
 //! The order of accesses is that of a staged call, whose tensors are the staging:
 //!
 //! * *Before a launch* a rank owns its tensors: its stream writes the input, and reads what the launch before has left in the output.
-//!   When ranks have met, the streams of all have come to the launch, so that is over. The meeting publishes it: what was done ahead of a
+//!   Where ranks do not meet, it is proved that peers access them behind a signal of the rank's launch, which publishes what was ahead of
+//!   it. When ranks have met, the streams of all have come to the launch, so that is over. The meeting publishes it: what was done ahead of a
 //!   kernel in its stream is visible to the kernel, block 0 has a fence ahead of the tag, and peers have one behind their loads of it.
 //! * *Behind a launch* the rank owns them again, although peers may still be in theirs. That is proved: all accesses to a rank's input
 //!   and output happen before the rank has ended ([`verify`](antiphon_plan::verify#what-is-proved)), writes in the order of data
@@ -66,9 +67,10 @@
 //!
 //! ## How blocks wait, and why they come to an end
 //!
-//! * **Ranks meet before each launch**, by the tags of fabric's slots. Block 0 sends a tag to each peer; every block waits for the tags of
+//! * **Ranks meet before a launch**, by the tags of fabric's slots. Block 0 sends a tag to each peer; every block waits for the tags of
 //!   all peers. A rank's tag tells that its earlier launches are over and its input is staged, and what it calls, so ranks that
-//!   disagree get an error. Blocks of one GPU need not meet for that: a block sends to a peer only what the peer is ready for.
+//!   disagree get an error. Blocks of one GPU need not meet for that: a block sends to a peer only what the peer is ready for. They do not
+//!   meet in [launches back to back](self#launches-back-to-back).
 //! * **Signals and semaphores** are counters: how many were sent, and how many were taken. Whoever waits takes a number, once, and
 //!   waits until as many were sent. Both only grow, and a proved plan takes in a launch what it sends, so no count is ever reset.
 //! * **Barriers** are counters too. The number of arrivals is a multiple of the blocks that meet, before each launch and behind it;
@@ -85,6 +87,31 @@
 //! A wait that is in vain ends at the communicator's deadline, or when a peer is lost: it is fabric's wait. The warp that gives up
 //! sends nothing more, its block leaves at the next meeting of its threads, and later launches end at once.
 //! [`CudaPlan::check`] tells which operation waited for what.
+//!
+//! ## Launches back to back
+//!
+//! If a plan is [proved for it](antiphon_plan::verify#launches-back-to-back), its ranks do not meet in a launch behind one of the same size, with
+//! registered tensors in the same places ([`CudaPlan::meets`] tells of the plan). Such a launch waits for nothing but what the plan waits for, and
+//! its ranks may be any number of launches apart, as far as the plan lets them. With double scratch, launches take turns between two halves,
+//! by the parity of their flag: the table has the steps for each.
+//!
+//! * **All ranks decide alike.** What decides is in device memory, so it holds for graphs, too: the size of the tenant's launch before, beside the
+//!   control words of each block, and the flag. Ranks make the same calls in the same order, so each finds the same, however far apart they are. Another
+//!   size, plan or place has a meeting before it and behind it. So have flags that begin anew: the launches of flags 1 and 2 meet, since
+//!   packets are cleared ahead of them, and since flags 2^32 - 1 and 1 have one half.
+//! * **Meetings keep to the rules of slots**, as a launch without one takes no slot: no tag is sent, and none is removed. A rank's tag in a
+//!   meeting tells that all launches before are over, whether they met or not.
+//! * **Every launch ends.** The proof says that nothing of a launch depends on a later one: signals of a peer that is ahead are counted, and
+//!   its packets have another flag. So the earliest launch that some rank is in ends as it would behind a meeting, and with it all.
+//! * **Tensors and staging** are the rank's own between its launches, and it writes them then. The proof has this step, so peers access them
+//!   behind a signal of the launch and before its end. A signal that the plan has relaxed releases in such a launch: it publishes what the
+//!   stream did ahead of it, for which a meeting has its fence.
+//! * **Ranks that disagree.** One of them calls something else, and so meets. Beside its tag stands the number of its call. A rank that waits in
+//!   a launch without a meeting looks now and then whether another meets in this call or an earlier one, and then both get the error.
+//!   A rank that is ahead meets in a later call. A rank that waits for nothing goes on to its next meeting, where the numbers differ. A
+//!   rank that is absent or lost is found by the waits of the plan, or at the next meeting.
+//!
+//! `tests/meeting.rs` is a model of the decision and of the tags, for 2, 3, 4 and 8 ranks.
 //!
 //! ## The order of memory
 //!

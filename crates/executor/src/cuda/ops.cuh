@@ -64,15 +64,18 @@ struct plan_call {
     plan_counter* cleared;  // of the blocks that have cleared packets
     u8* packets;            // all packets that come to this rank
     u64 packet_bytes;
+    u64 halves;             // of the scratch, which launches take in turn; the table has the blocks of each
+    u64 size;               // the number of the plan's size among all of the communicator; 0 if ranks meet before each launch
+    u64 places;             // of registered tensors: a digest
     u64 bases[3 + 3 * MAX_WORLD]; // where tensors begin in this launch: this rank's, all ranks' shared ones, and all ranks' staging
 };
 
 // Where an operand is in this launch.
 DEVICE u64 address_of(const plan_call& p, const plan_item& it) { return it.at + p.bases[it.base]; }
 
-// Of the launch: where the tags are, and the flag.
+// Of the launch: where the tags are, or those of the next launch that meets; the flag; whether ranks have met; and its number.
 struct numbers {
-    u32 slot, flag;
+    u32 slot, flag, meets, number;
 };
 DEVICE numbers& of_launch() {
     __shared__ numbers all;

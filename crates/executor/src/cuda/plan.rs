@@ -53,6 +53,8 @@ pub struct CudaPlan {
     pub(super) options: CudaOptions,
     /// Bytes of the largest chunk that is proved; if none, all are.
     pub(super) largest_chunk: Option<u64>,
+    /// Whether ranks meet before each launch.
+    pub(super) meets: bool,
     pub(super) wiring: Wiring,
     pub(super) checked: Checked,
     pub(super) writers: Writers,
@@ -104,7 +106,8 @@ impl CudaPlan {
         options: CudaOptions,
     ) -> Result<Self> {
         comm.check_one_node("a plan")?;
-        let (memory, largest_chunk, plan) = (plan.memory(), plan.report().largest_chunk, plan.plan().clone());
+        let (memory, report, plan) = (plan.memory(), plan.report(), plan.plan().clone());
+        let (largest_chunk, meets) = (report.largest_chunk, !report.back_to_back);
         let checked = match memory {
             verify::Memory::Device => {
                 Checked::new(comm, &plan, options.packets, largest_chunk, options.most_scratch)
@@ -123,6 +126,7 @@ impl CudaPlan {
             rank: comm.rank(),
             options,
             largest_chunk,
+            meets,
             wiring: Wiring::new(&plan),
             checked,
             writers: Writers::new(&plan, comm.rank()),
@@ -138,6 +142,19 @@ impl CudaPlan {
     /// The plan.
     pub fn plan(&self) -> &Plan {
         &self.plan
+    }
+
+    /// Whether its ranks meet before each launch. Those of a plan that is proved for launches back to back
+    /// ([`Report::back_to_back`](verify::Report::back_to_back)) do so only where the launch before was of another size, plan or place.
+    pub fn meets(&self) -> bool {
+        self.meets
+    }
+
+    /// Has ranks meet before each launch or not, whatever is proved: for tests that what is proved is needed. All ranks do so, before they
+    /// prepare any size.
+    #[doc(hidden)]
+    pub fn set_meets(&mut self, meets: bool) {
+        self.meets = meets;
     }
 
     /// The context of this rank's GPU.

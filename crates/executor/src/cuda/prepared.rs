@@ -1,5 +1,7 @@
 //! What a plan has for each size that it is prepared for.
 
+use std::sync::atomic::{AtomicU32, Ordering};
+
 use antiphon_device::cuda::DeviceMemory;
 use antiphon_fabric::{Communicator, FabricError, Operation, Signature, gpu::MAX_WORLD};
 use antiphon_operation::Count;
@@ -21,6 +23,9 @@ use crate::{
     error::Result,
     layout::{Base, Mode, Move, Program, Slicing, Target, compile},
 };
+
+/// The number of the next size of a plan that is prepared. A launch of a size need not meet behind one of the same number.
+static NEXT_SIZE: AtomicU32 = AtomicU32::new(1);
 
 /// The bits of a signature's algorithm.
 const IN_PLACE: u8 = 1;
@@ -145,19 +150,21 @@ impl CudaPlan {
             let listed = comm.agree(PROBLEM, listed)?;
             lock(&self.tenant).load_together(comm, listed.family.clone())?;
             let arenas = self.memory.workspace.reserve(comm, &self.context, &areas)?;
-            let places = Places {
+            let of_half = |half| Places {
                 rank: self.rank,
                 counters: &self.memory.counters,
                 writers: &self.writers,
                 arenas: &arenas,
                 areas,
+                half,
                 slicing,
                 slice,
             };
-            let copies = |moves: &[Move]| moves.iter().map(|each| copy(each, &places)).collect();
+            let places: Vec<_> = (0..areas.halves).map(of_half).collect();
+            let copies = |moves: &[Move]| moves.iter().map(|each| copy(each, &places[0])).collect();
             let mode = self.mode(key.in_place);
             (prepared.loads, prepared.stores) = (copies(&mode.loads), copies(&mode.stores));
-            prepared.staging = places.staging();
+            prepared.staging = places[0].staging();
             let (call, table) = comm.agree(PROBLEM, self.load_table(&listed, &places))?;
             let ListedPlan { family, program, listing, .. } = listed;
             let origins = listing.origins;
@@ -168,12 +175,14 @@ impl CudaPlan {
     }
 
     /// Puts the table of some steps into device memory: what a launch passes of it, and its memory.
-    fn load_table(&self, listed: &ListedPlan, places: &Places<'_>) -> Result<(PlanCall, DeviceMemory)> {
+    fn load_table(&self, listed: &ListedPlan, places: &[Places<'_>]) -> Result<(PlanCall, DeviceMemory)> {
         let table = Table::new(&listed.listing, &listed.shapes.of_blocks, places);
         let memory = DeviceMemory::allocate(&self.context, table.bytes.len()).map_err(FabricError::from)?;
         let stream = self.context.stream().map_err(FabricError::from)?;
         memory.write(&stream, 0, &table.bytes).map_err(FabricError::from)?;
         let at = memory.pointer().0;
+        let halves = places.len() as u64;
+        let places = &places[0];
         let [packets, packet_bytes] = places.packets();
         let call = PlanCall {
             blocks: at,
@@ -183,6 +192,9 @@ impl CudaPlan {
             cleared: places.cleared(),
             packets,
             packet_bytes,
+            halves,
+            size: if self.meets { 0 } else { NEXT_SIZE.fetch_add(1, Ordering::Relaxed).into() },
+            places: 0,
             bases: Bases::none(),
         };
         Ok((call, memory))

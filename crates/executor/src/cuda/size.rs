@@ -77,7 +77,7 @@ impl CudaPlan {
         let fits = |slice: &usize| self.areas(Slicing { chunk, slice: *slice }, false).is_ok();
         // Plain data and packets of a chunk take up to three times its bytes, and what packets and areas are padded by.
         let scratch = self.checked.scratch_chunks.max(1) as usize;
-        let bound = self.options.most_scratch.saturating_sub(512) / scratch;
+        let bound = (self.options.most_scratch / self.halves()).saturating_sub(512) / scratch;
         let bound = if self.checked.uses_packets { bound.saturating_sub(14) / 3 } else { bound };
         let whole = |unit: u64| usize::try_from(unit).ok().map(|unit| bound.min(proved) / unit * unit);
         let smaller = [true, false].into_iter().filter_map(|lines| whole(unit(extent, dtype.size(), lines)));
@@ -96,11 +96,17 @@ impl CudaPlan {
         }
     }
 
+    /// How many halves of the scratch launches take in turn. Where ranks meet before each launch, one is enough.
+    fn halves(&self) -> usize {
+        if self.plan.use_double_scratch_buffer && !self.meets { 2 } else { 1 }
+    }
+
     /// The memory of calls with these slices, in place or not.
     pub(super) fn areas(&self, slicing: Slicing, in_place: bool) -> Result<Areas> {
         let ([input, output], scratch) = (self.chunks(), self.checked.scratch_chunks);
         let stages = self.mode(in_place).may_stage;
-        let areas = Areas::new(slicing, [input, output, scratch], stages, self.checked.uses_packets);
+        let (halves, packets) = (self.halves(), self.checked.uses_packets);
+        let areas = Areas::new(slicing, [input, output, scratch], halves, stages, packets);
         let most = self.options.most_scratch;
         areas.filter(|areas| areas.scratch <= most).ok_or_else(|| ExecutorError::Buffers {
             plan: self.name.clone(),

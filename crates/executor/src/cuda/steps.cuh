@@ -2,16 +2,45 @@
 //
 // A step `l` has the arguments `a` and `p`, the step's `step`, its items (`item`), their addresses (`place`) and its `number`.
 
+// Beside the tags of a slot: the number of each rank's call.
+DEVICE u32* call_of(u8* arena, u32 slot, u32 rank) { return (u32*)(arena + slot + TAGS_BYTES / 2) + rank; }
+
+// For a wait in a launch that meets nobody: whether a rank meets in the launch of this number, or an earlier one that did not meet here.
+// It does something else, then, and waits for this rank's tag, which it gets. A rank that is ahead meets in a later launch.
+DEVICE void find_meeting(const arguments& a, u32 slot, u32 number) {
+    for (u32 peer = 0; peer < PEERS; ++peer) {
+        const u32 rank = rank_of(a, peer);
+        tag theirs;
+        load_tag(a.own + slot + rank * 16, theirs.low, theirs.high);
+        fence_sys(); // pairs with the fence ahead of the peer's tag
+        const u32 ahead = ld_relaxed_sys(call_of(a.own, slot, rank)) - number;
+        if (theirs.low == ~0ull || (i32)(ahead << NUMBER_AT) > 0) continue;
+        stop_calls((control*)a.own, (control*)a.other);
+        st_relaxed_sys(call_of(a.peer[peer], slot, a.rank), number);
+        store_tag(a.peer[peer] + slot + a.rank * 16, a.doing.low, a.doing.high);
+        record_wait(a.board, DISAGREED, a.rank, rank, a.doing, 0, theirs);
+    }
+}
+
+// For a wait that is late. Not inlined, so that it costs no registers.
+static __device__ __noinline__ void look_around(const arguments& a) {
+    const numbers launch = of_launch();
+    if (!launch.meets) return find_meeting(a, launch.slot, launch.number);
+    compare_tags(a.own + launch.slot, a.board, a.rank, a.doing);
+    find_overlap(a, launch.slot);
+}
+
 // Waits for all threads of the warp. The report tells the step.
 template <class Step> DEVICE bool wait(const Step& l, const awaited& w) {
     turn t{};
     t.slot = of_launch().slot;
     const u64 expected = w.what == until::NOW ? 0 : w.expected;
-    return reader(l.a, t).wait_for<true>(expected, [&](u32& missing, tag& seen) {
+    const auto ready = [&](u32& missing, tag& seen) {
         const bool has_come = w.has_come(seen.low);
         if (!has_come) missing = w.peer, seen.high = l.number();
         return has_come;
-    });
+    };
+    return reader(l.a, t).wait_for<true>(expected, ready, [&] { look_around(l.a); });
 }
 
 // Adds one to some counters: behind what the threads of the block did before they last met.
@@ -20,7 +49,7 @@ template <class Step> DEVICE void add(const Step& l, u32 kind, bool relaxed, u32
     for (u32 i = thread(); i < counts; i += THREADS) {
         u64* count = &((plan_counter*)l.item(i).at)->count;
         if (kind == STEP_RELEASE) atom_add_acq_rel_gpu(count, (u64)1);
-        else if (relaxed) red_add_relaxed_sys(count, (u64)1);
+        else if (relaxed && of_launch().meets) red_add_relaxed_sys(count, (u64)1); // else it publishes what was ahead of the launch
         else red_add_release_sys(count, (u64)1);
     }
 }
@@ -54,6 +83,7 @@ template <class Step> DEVICE bool arrive(const Step& l, u32& round, awaited& w) 
 // Flags begin anew after 2^32 - 1 launches. Packets are cleared at the end of the last of them, when all blocks of this rank have
 // ended, and once more behind the first launch of the new round: until all ranks have met in that, packets of the round before that
 // nobody reads may arrive. No peer sends packets of the next launch before this rank has come to it.
+DEVICE u32 next_flag(const plan_call& p) { return max(p.flags[blockIdx.x] + 1, 1u); }
 DEVICE bool clears(u32 flag) { return flag == ~0u || flag == 1; }
 DEVICE void clear_packets(const plan_call& p) {
 #pragma unroll 1
@@ -62,23 +92,41 @@ DEVICE void clear_packets(const plan_call& p) {
 }
 
 // All ranks have come to this launch, so that their earlier ones are over and their inputs are in place. Each block waits for the tags
-// of all peers. False for a thread that gave up.
+// of all peers. False for a thread that gave up, or found that another rank is in another call.
 DEVICE bool meet_ranks(const arguments& a, const turn& t) {
-    if (has_tag()) fence_sys(); // ahead of the tag: pairs with the fence behind the peers' loads of it
-    if (!advance(a, t, 0, 0)) return false;
     if (threadIdx.x >= PEERS) return true;
-    const bool agrees = reader(a, t).agrees(rank_of(a, threadIdx.x));
+    const u32 rank = rank_of(a, threadIdx.x);
+    const bool agrees = reader(a, t).agrees(rank);
     fence_sys(); // pairs with the fence ahead of the peer's tag
-    return agrees;
+    if (!agrees || ld_relaxed_sys(call_of(a.own, t.slot, rank)) == number_of(t)) return agrees;
+    stop_calls((control*)a.own, (control*)a.other);
+    record_wait(a.board, DISAGREED, a.rank, rank, a.doing, 0, a.doing);
+    return false;
 }
+
+// Whether ranks meet in a launch, of a size that may follow back to back: unless the launch before was of the same size, on the same places.
+// Also behind flags that begin anew, since packets are cleared and a half of the scratch follows itself.
+DEVICE bool meets_ranks(const plan_call& p, const turn& t, u32 flag) {
+    return p.size == 0 || t.words.y != p.size || t.words.z != p.places || flag <= 2;
+}
+
+// Where a block's steps of this launch are.
+DEVICE u32 number_of_block(const plan_call& p, u32 flag) { return blockIdx.x + (p.halves == 2 && flag % 2 == 0 ? gridDim.x : 0); }
 
 // Begins a launch of this rank's blocks. False, for all threads of the block, if it failed.
 DEVICE bool begin_launch(const arguments& a, const plan_call& p) {
-    const turn t = begin(a, load_control(a));
-    const u32 flag = max(p.flags[blockIdx.x] + 1, 1u);
-    if (__syncthreads_or(!meet_ranks(a, t))) return false;
+    turn t = begin(a, load_control(a));
+    const u32 flag = next_flag(p);
+    const bool meets = meets_ranks(p, t, flag);
+    t.words.y = t.words.z = 0; // the launch before has used no lanes, but left what it was
+    if (has_tag() && meets && !t.has_failed()) {
+        st_relaxed_sys(call_of(a.peer[threadIdx.x], t.slot, a.rank), number_of(t));
+        fence_sys(); // ahead of the tag: pairs with the fence behind the peers' loads of it
+    }
+    const bool goes_on = advance(a, t, (u32)p.size, (u32)p.places, 0, meets) && (!meets || meet_ranks(a, t));
+    if (__syncthreads_or(!goes_on)) return false;
     if (threadIdx.x == 0) {
-        of_launch() = numbers{t.slot, flag};
+        of_launch() = numbers{t.slot, flag, meets, number_of(t)};
         p.flags[blockIdx.x] = flag;
     }
     return true;

@@ -1,6 +1,7 @@
 //! Plans between GPUs against the host's executor, bit by bit. Ranks are threads, one for each GPU; without a GPU for every rank a
 //! test is recorded as skipped.
 
+mod back_to_back;
 mod collection;
 mod compiled;
 mod failures;
