@@ -977,6 +977,11 @@ class MoeHybridHandle:
         of a handle on the host; one on a GPU has them there, and ``TypeError`` is raised."""
 
     @property
+    def rows_needed(self) -> int:
+        """How many rows by expert there would be without a capacity, with the padding. A handle on a GPU has the number there, and
+        ``TypeError`` is raised."""
+
+    @property
     def tokens_per_expert(self) -> list[int] | None:
         """How many tokens each of this rank's experts gets, those that are dropped not included. ``None`` on a GPU with a
         capacity."""
