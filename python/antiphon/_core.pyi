@@ -1073,12 +1073,14 @@ class MoeLowLatency:
         weights: _Array,
         output: _Array,
         *,
+        format: str = "bf16",
         waits: _Array | None = None,
         start: bool = False,
     ) -> Handle[None] | None:
         """Moves ``rows`` (bfloat16 ``[L, R * M, H]``) back along a handle, and sums those of each token with its ``weights``
-        (float32 ``[T, K]``): ``output``, bfloat16 ``[T, H]``. Choices of ``ids`` that name no expert are left out. ``waits`` and
-        ``start`` are as for :meth:`dispatch`."""
+        (float32 ``[T, K]``): ``output``, bfloat16 ``[T, H]``. Choices of ``ids`` that name no expert are left out. ``format``, equal on
+        all ranks, is that in which rows are sent: ``"bf16"``, or ``"logfmt"``, which loses digits. ``waits`` and ``start`` are as for
+        :meth:`dispatch`."""
 
 @final
 class MoeLowLatencyHandle:

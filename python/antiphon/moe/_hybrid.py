@@ -67,7 +67,7 @@ class HybridHandle(Routes, _Fields):
 
     @property
     def rows_needed(self) -> Tensor:
-        """int64 ``[1]``: how many rows by expert there would be without a capacity, with the padding. Where the handle's other counts are."""
+        """int64 ``[1]``, on the device of the handle: how many rows by expert there would be without a capacity, with the padding."""
         return torch.tensor([self.core.rows_needed]) if self.needed is None else self.needed.long()
 
 

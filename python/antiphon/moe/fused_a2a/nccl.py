@@ -105,8 +105,8 @@ def nccl_ep_finalize() -> None:
 def alloc_ep_symm_buffer(
     shape: Sequence[int], dtype: torch.dtype, ep_group: Any, *, device: "torch.device | str | None" = None
 ) -> Tensor:
-    """A tensor for the received rows of a call, or for gradients: by default on the current GPU, or without one on the CPU. Calls write to any memory, so
-    ranks do not wait for each other here, and ``ep_group`` is only checked."""
+    """A tensor for the received rows of a call, or for gradients: by default on the current GPU, or without one on the CPU. Calls write
+    to any memory, so ranks do not wait for each other here, and ``ep_group`` is only checked."""
     communicator("alloc_ep_symm_buffer", ep_group)
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
@@ -151,8 +151,8 @@ def new_nccl_ep_buffer(
     """A buffer for one dispatch and its combine, between the ranks of ``ep_group``, by default the last that was prepared. It
     communicates nothing. The rows of each expert are padded to a multiple of ``alignment``, 0 or a power of two.
 
-    Raises ``RuntimeError`` for a group that :func:`ensure_nccl_ep_bootstrapped` has not prepared; ``ValueError`` for numbers that exceed what it
-    was prepared for, or do not suit each other; ``NotImplementedError`` for recipes: rows are moved as they are, and
+    Raises ``RuntimeError`` for a group that :func:`ensure_nccl_ep_bootstrapped` has not prepared; ``ValueError`` for numbers that
+    exceed what it was prepared for, or do not suit each other; ``NotImplementedError`` for recipes: rows are moved as they are, and
     Transformer Engine's tensors of MXFP8 are not made.
     """
     call = "new_nccl_ep_buffer"
@@ -195,13 +195,15 @@ def nccl_ep_dispatch(
     recv_tokens: Tensor | None = None,
     recv_topk_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sends each token (``tokens``, ``[T, H]`` of bfloat16, float16, float32, or on the CPU float64) to a row for each expert that ``topk_idx`` (int64 or
-    int32 ``[T, K]``) names. An id outside ``0..E`` names none. An expert that a token names twice has one row, with the sum of the weights.
+    """Sends each token (``tokens``, ``[T, H]`` of bfloat16, float16, float32, or on the CPU float64) to a row for each expert that
+    ``topk_idx`` (int64 or int32 ``[T, K]``) names. An id outside ``0..E`` names none. An expert that a token names twice has one row,
+    with the sum of the weights.
 
-    Gives the rows ``[P, H]``, ordered by expert, source rank and token; how many each expert has, with the padding, int64 ``[L]``; and the weights of the
-    rows, float32 ``[P]``, from ``topk_weights`` ``[T, K]``. Rows to which no token comes are 0. With a capacity there are as many rows as that; what belongs
-    to later rows is dropped, ``buffer.total_recv_tokens`` exceeds the capacity, and counts leave out what was dropped. Then rows and
-    weights are written to ``recv_tokens`` and ``recv_topk_weights`` if these are given.
+    Gives the rows ``[P, H]``, ordered by expert, source rank and token; how many each expert has, with the padding, int64 ``[L]``;
+    and the weights of the rows, float32 ``[P]``, from ``topk_weights`` ``[T, K]``. Rows to which no token comes are 0. With a
+    capacity there are as many rows as that; what belongs to later rows is dropped, ``buffer.total_recv_tokens`` exceeds the
+    capacity, and counts leave out what was dropped. Then rows and weights are written to ``recv_tokens`` and ``recv_topk_weights``
+    if these are given.
 
     Gradients flow to ``tokens`` and ``topk_weights``. Raises ``TypeError`` and ``ValueError`` for tensors that do not suit the buffer.
     """
