@@ -332,6 +332,8 @@ def test_low_latency_calls_without_a_gradient_say_so() -> None:
         with pytest.raises(ValueError, match="rows of fp8 have no gradient"):
             parallel.dispatch_low_latency(x, ids, max_tokens=2, format="fp8")
         received = parallel.dispatch_low_latency(x, ids, max_tokens=2)
+        with pytest.raises(ValueError, match="rows of logfmt have no gradient"):
+            parallel.combine_low_latency(received.x, ids, torch.ones(2, 1), received.handle, format="logfmt")
         with pytest.raises(ValueError, match="with out there is no gradient"):
             parallel.combine_low_latency(received.x, ids, torch.ones(2, 1), received.handle, out=torch.empty_like(x))
 

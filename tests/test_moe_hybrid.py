@@ -353,8 +353,7 @@ def _of_a_torch_group() -> None:
         assert torch.equal(sums.detach(), combined(rank, 2, made).detach())
         sums.sum().backward()
         assert fused_a2a._hybrid_ep_buffer is not None and fused_a2a._hybrid_ep_buffer.group is group, layer
-    fused_a2a.nccl_ep_finalize()
-    assert fused_a2a.HAVE_HYBRIDEP and fused_a2a.nccl_ep_dispatch is None
+    assert fused_a2a.HAVE_HYBRIDEP
     dist.destroy_process_group()
 
 

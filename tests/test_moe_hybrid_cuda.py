@@ -91,6 +91,26 @@ def the_fused_functions_and_their_gradients(comm: Comm, device: Device) -> None:
 
 
 @check
+def the_functions_over_nccl_ep_and_their_gradients(comm: Comm, device: Device) -> None:
+    x, routing_map, probs = tokens_of(comm.rank, comm.world_size)
+    weights, ids = (probs * routing_map).topk(2, 1)
+    for capacity in (None, 512):
+        found: list[list[Any]] = []
+        fused_a2a.nccl_ep_finalize()
+        fused_a2a.ensure_nccl_ep_bootstrapped(comm, LOCAL * comm.world_size, 300, capacity, H, 2)
+        for where in (torch.device("cpu"), device):
+            buffer = fused_a2a.new_nccl_ep_buffer(2, 300, capacity, H, LOCAL, 16)
+            mine, given = (tensor.detach().clone().to(where).requires_grad_() for tensor in (x, weights))
+            rows, per_expert, row_weights = fused_a2a.nccl_ep_dispatch(buffer, mine, ids.to(where), given)
+            sums = fused_a2a.nccl_ep_combine(buffer, rows * 2, len(x))
+            ((sums.float() ** 2).sum() + (row_weights * 3).sum()).backward()
+            found.append([rows, row_weights, per_expert, buffer.total_recv_tokens, sums, mine.grad, given.grad])
+        for got, expected in zip(found[1], found[0], strict=True):
+            same(got.detach(), expected.detach())
+    fused_a2a.nccl_ep_finalize()
+
+
+@check
 def a_buffers_rows_by_token(comm: Comm, device: Device) -> None:
     buffer = deep_ep.HybridEPBuffer(comm, H, 300, LOCAL)
     x, routing_map, probs = tokens_of(comm.rank, comm.world_size)

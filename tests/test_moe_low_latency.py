@@ -116,6 +116,62 @@ def test_what_experts_make_of_them_is_weighed_and_summed(world_size: int) -> Non
     threads(world_size, body)
 
 
+def in_logfmt(row: Tensor) -> Tensor:
+    """What the format makes of a row, from its definition in float64: of the values that a block has, each element becomes the nearest."""
+    blocks = []
+    for block in row.double().view(-1, 128):
+        largest, smallest = block.abs().max(), block.abs().min()
+        if largest >= 1 or smallest == largest:
+            blocks.append(block)
+            continue
+        least = torch.maximum(smallest, largest * 2.0**-32)
+        step = torch.log2(largest / least) / 510
+        values = torch.exp2(torch.log2(least) + torch.arange(-1, 511) * step)
+        nearest = (block.abs().unsqueeze(1) - values).abs().argmin(1)
+        blocks.append(torch.where(nearest == 0, 0, values[nearest]) * block.sign())
+    return torch.cat(blocks)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rows_in_logfmt_are_those_of_its_definition(world_size: int) -> None:
+    """The first block is coded, the second has magnitudes of more than 1, the third zeros and a wide range, the last equal ones."""
+    experts = 2 * world_size
+
+    def rows_of(x: Tensor, factor: Any) -> Tensor:
+        x = x.float() * factor
+        wide = torch.where(torch.arange(128) % 5 > 0, x[..., 256:384] * 2.0 ** -(torch.arange(128) % 40), 0)
+        return torch.cat([x[..., :128] / 64, x[..., 128:256], wide / 64, torch.full_like(wide, 0.25)], -1).bfloat16()
+
+    def body(comm: antiphon.Communicator) -> None:
+        layer, buffer = ExpertParallel(comm, experts, H), deep_ep.Buffer(comm, low_latency_mode=True)
+        x, ids, weights = inputs(comm.rank, experts)
+        expected, least = torch.zeros(len(x), H, dtype=torch.float64), torch.zeros(len(x), H, dtype=torch.float64)
+        for token, choice in [(token, choice) for token in range(len(x)) for choice in range(K) if ids[token, choice] >= 0]:
+            row = rows_of(x[token], ids[token, choice] + 1)
+            expected[token] += weights[token, choice] * in_logfmt(row)
+            least[token] += weights[token, choice] * row.double().abs()
+        received = layer.dispatch_low_latency(x, ids, max_tokens=M)
+        first = comm.rank * 2
+        rows = rows_of(received.x, torch.arange(first + 1, first + 3).view(-1, 1, 1))
+        exact = layer.combine_low_latency(rows, ids, weights, received.handle)
+        result = layer.combine_low_latency(rows, ids, weights, received.handle, format="logfmt")
+        # A bfloat16 has 8 bits; terms of different signs leave what each of them was off by.
+        assert ((result.double() - expected).abs() <= 2.0**-8 * expected.abs() + 2.0**-16 * least + 1e-30).all()
+        assert torch.equal(result[:, 128:256], exact[:, 128:256]) and torch.equal(result[:, 384:], exact[:, 384:])
+        assert len(x) == 0 or not (ids >= 0).any() or not torch.equal(result, exact)
+        _, _, handle, _, hook = buffer.low_latency_dispatch(x, ids, M, experts, use_fp8=False, return_recv_hook=True)
+        assert hook is not None
+        hook()
+        for hook_wanted in (False, True):
+            same, _, hook = buffer.low_latency_combine(
+                rows, ids, weights, handle, use_logfmt=True, return_recv_hook=hook_wanted
+            )
+            hook() if hook else None
+            assert torch.equal(same, result)
+
+    threads(world_size, body)
+
+
 def test_a_buffer_makes_deep_eps_low_latency_calls() -> None:
     def body(comm: antiphon.Communicator) -> None:
         size = deep_ep.Buffer.get_low_latency_rdma_size_hint(M, H, 2, 4)
@@ -315,8 +371,13 @@ def test_low_latency_arguments_are_refused_with_their_numbers() -> None:
         with pytest.raises(ValueError, match="async_finish or return_recv_hook, not both"):
             buffer.low_latency_dispatch(x, ids, M, 4, async_finish=True, return_recv_hook=True)
         _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, M, 4)
-        with pytest.raises(NotImplementedError, match="use_logfmt is not served: rows come back as bfloat16"):
-            buffer.low_latency_combine(handle.new_rows(), ids, weights, handle, use_logfmt=True)
+        with pytest.raises(ValueError, match="use_logfmt or zero_copy, not both"):
+            buffer.low_latency_combine(handle.new_rows(), ids, weights, handle, use_logfmt=True, zero_copy=True)
+        _, _, narrow, _, _ = buffer.low_latency_dispatch(x[:, :64], ids, M, 4, use_fp8=False)
+        with pytest.raises(ValueError, match="rows of 64 elements, which must be a multiple of 128 for logfmt"):
+            buffer.low_latency_combine(narrow.new_rows(), ids, weights, narrow, use_logfmt=True)
+        with pytest.raises(ValueError, match="the format must be one of bf16, logfmt, not 'fp8'"):
+            ExpertParallel(comm, 4, H).combine_low_latency(handle.new_rows(), ids, weights, handle, format="fp8")
         with pytest.raises(ValueError, match="zero_copy needs"):
             buffer.low_latency_combine(x, ids, weights, handle, zero_copy=True)
         with pytest.raises(ValueError, match=r"the rows must be of shape \[L, R·M, H\] = \[2, 12, 512\]"):
@@ -363,6 +424,11 @@ def slots_and_sums(comm: antiphon.Communicator, device: torch.device) -> None:
             rows = made(on_host(received), comm.rank, experts, comm.world_size).to(device)
             result = layer.combine_low_latency(rows, ids, weights, received.handle)
             assert torch.equal(result.cpu(), sums(comm.rank, experts))
+            small = (rows / 256).bfloat16()
+            host = layer.dispatch_low_latency(*(tensor.cpu() for tensor in (x, ids)), max_tokens=M)
+            expected = layer.combine_low_latency(small.cpu(), ids.cpu(), weights.cpu(), host.handle, format="logfmt")
+            result = layer.combine_low_latency(small, ids, weights, received.handle, format="logfmt")
+            assert torch.equal(result.cpu(), expected)
 
 
 @CHECKS

@@ -1071,6 +1071,11 @@ class MoeHybridHandle:
         of a handle on the host; one on a GPU has them there, and ``TypeError`` is raised."""
 
     @property
+    def rows_needed(self) -> int:
+        """How many rows by expert there would be without a capacity, with the padding. A handle on a GPU has the number there, and
+        ``TypeError`` is raised."""
+
+    @property
     def tokens_per_expert(self) -> list[int] | None:
         """How many tokens each of this rank's experts gets, those that are dropped not included. ``None`` on a GPU with a
         capacity."""
@@ -1162,12 +1167,14 @@ class MoeLowLatency:
         weights: _Array,
         output: _Array,
         *,
+        format: str = "bf16",
         waits: _Array | None = None,
         start: bool = False,
     ) -> Handle[None] | None:
         """Moves ``rows`` (bfloat16 ``[L, R * M, H]``) back along a handle, and sums those of each token with its ``weights``
-        (float32 ``[T, K]``): ``output``, bfloat16 ``[T, H]``. Choices of ``ids`` that name no expert are left out. ``waits`` and
-        ``start`` are as for :meth:`dispatch`."""
+        (float32 ``[T, K]``): ``output``, bfloat16 ``[T, H]``. Choices of ``ids`` that name no expert are left out. ``format``, equal on
+        all ranks, is that in which rows are sent: ``"bf16"``, or ``"logfmt"``, which loses digits. ``waits`` and ``start`` are as for
+        :meth:`dispatch`."""
 
 @final
 class MoeLowLatencyHandle:

@@ -6,7 +6,7 @@ use std::error::Error as StdError;
 use antiphon_device::cuda::{Context, DeviceMemory, Driver, Event, Graph, Stream};
 use antiphon_fabric::{Communicator, LocalWorld};
 use antiphon_moe::{
-    LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyReceived,
+    CombineFormat, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyReceived,
     low_latency::{
         LowLatency,
         cuda::{CudaLowLatency, CudaLowLatencyHandle},
@@ -133,6 +133,7 @@ fn rank_main(comm: &Communicator, driver: &'static Driver, most: LowLatency) -> 
         };
         let combine = |handle: &CudaLowLatencyHandle| -> Result<(), Error> {
             let call = LowLatencyCombine {
+                format: CombineFormat::Bf16,
                 rows: to_x.view(),
                 ids: ids.view(),
                 weights: weights.view(),

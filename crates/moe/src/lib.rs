@@ -81,6 +81,7 @@ pub use hybrid::{
 pub use instance::Moe;
 pub use layout::{Layout, layout};
 pub use low_latency::{
-    LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle, LowLatencyReceived,
+    CombineFormat, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle,
+    LowLatencyReceived,
 };
 pub use normal::{Choices, Combine, Dispatch, Routing, RowFormat, Tokens};

@@ -10,7 +10,7 @@ use crate::{
     hybrid::family::{Experts, HybridMoving, HybridSumming, Listing, Placing},
     layout::cuda::Counting,
     low_latency::{
-        LowLatencyFormat,
+        CombineFormat, LowLatencyFormat,
         family::{Combining, Dispatching, Marks, Phases},
     },
     normal::cuda::{Moving, Notifying, Staging, Summing},
@@ -112,10 +112,17 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         dispatching(Phases::Receive, LowLatencyFormat::Fp8, world_size);
     }
     for world_size in [2, MAX_WORLD] {
-        for phases in [Phases::Both, Phases::Send, Phases::Receive] {
-            let mut combining = variant(Combining { phases }, world_size, architecture, of_phases(phases));
+        for (phases, format) in [Phases::Both, Phases::Send, Phases::Receive]
+            .into_iter()
+            .flat_map(|phases| [CombineFormat::Bf16, CombineFormat::LogFmt].map(|format| (phases, format)))
+        {
+            let family = Combining { phases, format };
+            let mut combining = variant(family, world_size, architecture, of_phases(phases));
             // Registers outside the loops.
             combining.rules.local_bytes = if architecture == Architecture::SM_80 { 24 } else { 16 };
+            if format == CombineFormat::LogFmt {
+                combining.rules.forbidden = &[]; // a correctly rounded division is made of them
+            }
             variants.push(combining);
         }
     }
@@ -175,8 +182,9 @@ fn every_kernel_compiles_for_a_rank_that_is_alone() {
         alone(HybridSumming::new(DType::BF16, staging, experts).unwrap()),
         alone(Dispatching::new(Phases::Both, LowLatencyFormat::Fp8, 1, Marks::Few)),
         alone(Dispatching::new(Phases::Send, LowLatencyFormat::Bf16, 1, Marks::Many)),
-        alone(Combining { phases: Phases::Both }),
-        alone(Combining { phases: Phases::Receive }),
+        alone(Combining { phases: Phases::Both, format: CombineFormat::Bf16 }),
+        alone(Combining { phases: Phases::Both, format: CombineFormat::LogFmt }),
+        alone(Combining { phases: Phases::Receive, format: CombineFormat::LogFmt }),
     ];
     for Variant { name, program, .. } in variants {
         let compiled = nvrtc.compile(&program).unwrap_or_else(|error| panic!("{name}: {error}"));

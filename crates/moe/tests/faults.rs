@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use antiphon_fabric::{Communicator, FabricError, LocalWorld};
 use antiphon_moe::{
-    Combine, Dispatch, Handle, HybridCombine, HybridDispatch, HybridHandle, HybridOrder, HybridRouting,
-    HybridTokens, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle,
+    Combine, CombineFormat, Dispatch, Handle, HybridCombine, HybridDispatch, HybridHandle, HybridOrder,
+    HybridRouting, HybridTokens, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle,
     LowLatencyReceived, Moe, MoeConfig, MoeError, Routing, RowFormat, Tokens, layout,
 };
 use antiphon_tensor::{DType, TensorView, TensorViewMut, bf16};
@@ -97,6 +97,7 @@ impl<'a> Rank<'a> {
         let weights = vec![1f32; tokens * world_size];
         let mut sums = vec![bf16::from_f32(0.0); tokens * HIDDEN];
         let call = LowLatencyCombine {
+            format: CombineFormat::Bf16,
             rows: TensorView::new(rows, &[1, rows.len() / HIDDEN, HIDDEN])?,
             ids: TensorView::new(&self.ids[..tokens * world_size], &[tokens, world_size])?,
             weights: TensorView::new(&weights, &[tokens, world_size])?,

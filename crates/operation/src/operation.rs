@@ -198,7 +198,7 @@ operations! {
         ..Row::of_experts("low_latency_dispatch")
     },
     /// Every rank gets, for each of its tokens, the weighted sum of what the token's experts made of it.
-    LowLatencyCombine = 24: Row::of_experts("low_latency_combine"),
+    LowLatencyCombine = 24: Row { algorithms: &[(1, "logfmt")], ..Row::of_experts("low_latency_combine") },
     /// Rank `r` gets the tokens that chose one of its experts, ordered by expert.
     HybridDispatch = 25: Row {
         algorithms: &[

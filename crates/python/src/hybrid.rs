@@ -81,6 +81,7 @@ impl MoeHybrid {
             ("send_head", words.normal().send_head()),
             ("overflow", words.overflow()),
             ("num_received", words.num_received()),
+            ("rows_needed", words.rows_needed()),
             ("tokens_per_expert", words.tokens_per_expert()),
             ("rows_per_expert", words.rows_per_expert()),
             ("all", 0..words.total()),
@@ -267,6 +268,12 @@ impl MoeHybridHandle {
     #[getter]
     fn overflow(&self) -> Result<bool> {
         Ok(self.0.host("overflow")?.overflow())
+    }
+
+    #[doc = stub!("MoeHybridHandle.rows_needed")]
+    #[getter]
+    fn rows_needed(&self) -> Result<usize> {
+        Ok(self.0.host("rows_needed")?.rows_needed())
     }
 
     #[doc = stub!("MoeHybridHandle.tokens_per_expert")]

@@ -11,8 +11,8 @@ use antiphon::{
     device::cuda::{Context, StreamRef},
     fabric::Queue,
     moe::{
-        self, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle, LowLatencyReceived,
-        MoeConfig, MoeError,
+        self, CombineFormat, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle,
+        LowLatencyReceived, MoeConfig, MoeError,
         cuda::CudaMoe,
         low_latency::{
             LowLatency,
@@ -141,6 +141,17 @@ fn format_of(name: &str) -> Result<LowLatencyFormat> {
         "fp8_packed" => LowLatencyFormat::Fp8Packed,
         _ => {
             let text = format!("the format must be bf16, fp8, fp8_powers_of_two or fp8_packed, not {name:?}");
+            return Err(PyValueError::new_err(text).into());
+        }
+    })
+}
+
+fn sent_format_of(name: &str) -> Result<CombineFormat> {
+    Ok(match name {
+        "bf16" => CombineFormat::Bf16,
+        "logfmt" => CombineFormat::LogFmt,
+        _ => {
+            let text = format!("the format must be bf16 or logfmt, not {name:?}");
             return Err(PyValueError::new_err(text).into());
         }
     })
@@ -411,8 +422,8 @@ impl MoeLowLatency {
     }
 
     #[doc = stub!("MoeLowLatency.combine")]
-    #[pyo3(signature = (handle, rows, ids, weights, output, *, waits = None, start = false))]
-    #[expect(clippy::too_many_arguments, reason = "of which Python names the last two")]
+    #[pyo3(signature = (handle, rows, ids, weights, output, *, format = "bf16", waits = None, start = false))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last three")]
     fn combine(
         &self,
         py: Python<'_>,
@@ -421,16 +432,18 @@ impl MoeLowLatency {
         ids: &Bound<'_, PyAny>,
         weights: &Bound<'_, PyAny>,
         output: &Bound<'_, PyAny>,
+        format: &str,
         waits: Given<'_, '_>,
         start: bool,
     ) -> Result<Option<Handle>> {
+        let format = sent_format_of(format)?;
         let reads = [(rows, "rows"), (ids, "ids"), (weights, "weights")];
         let arrays = Arrays::read("low_latency_combine", start, reads)?;
         let arrays = arrays.write([(Some(output), "output"), (waits, "waits")])?;
         // SAFETY: as in `dispatch`.
         let ([rows, ids, weights], [output, waits]) = unsafe { arrays.views() }?;
         let output = output.expect("it was given");
-        let call = LowLatencyCombine { rows, ids, weights, output, waits };
+        let call = LowLatencyCombine { format, rows, ids, weights, output, waits };
         let arrays = arrays.into_vec();
         match (&handle.0, &self.engine) {
             (Routes::Host(routes), Engine::Host(moe)) => {

@@ -12,7 +12,7 @@ from antiphon._core import Communicator, Moe, MoeHybrid, MoeHybridHandle
 from antiphon.moe._arguments import Routes, check_handle, check_rows, check_scales, check_tensors, whole
 from antiphon.moe._calls import _codes, core_of, on_all_ranks
 
-__all__ = ["HybridCalls", "HybridHandle", "HybridReceived", "hybrid_calls_of"]
+__all__ = ["HybridCalls", "HybridHandle", "HybridReceived", "hybrid_calls_of", "map_of"]
 
 
 class _Fields(NamedTuple):
@@ -53,6 +53,8 @@ class HybridHandle(Routes, _Fields):
     rows_per_expert: Tensor
     #: What the handle keeps on a GPU.
     words: Tensor | None = None
+    #: Of these, int32 ``[1]``: how many rows by expert there would be without a capacity.
+    needed: Tensor | None = None
 
     def __repr__(self) -> str:
         order = "token" if self.pad_multiple is None else "expert"
@@ -62,6 +64,11 @@ class HybridHandle(Routes, _Fields):
     def rows(self) -> int:
         """How many rows received tensors have."""
         return self.core.rows
+
+    @property
+    def rows_needed(self) -> Tensor:
+        """int64 ``[1]``, on the device of the handle: how many rows by expert there would be without a capacity, with the padding."""
+        return torch.tensor([self.core.rows_needed]) if self.needed is None else self.needed.long()
 
 
 class HybridReceived(NamedTuple):
@@ -98,10 +105,11 @@ class HybridCalls:
         pad_multiple: int | None,
         capacity: int | None = None,
         max_tokens: int | None = None,
+        into: "tuple[Tensor | None, Tensor | None]" = (None, None),
         call: str = "hybrid_dispatch",
     ) -> HybridReceived:
         """Dispatches tokens as a routing map, bool ``[T, E]``, says. ``pad_multiple`` is ``None`` for rows by token, of which
-        ``probs`` are ``[N, L]``. Errors name ``call``."""
+        ``probs`` are ``[N, L]``. With a capacity, rows and probs are written ``into`` tensors that are given. Errors name ``call``."""
         check_tensors(call, {"x": x, "routing_map": routing_map}, {"probs": probs, "scales": scales})
         check_rows(call, x)
         check_scales(call, x, scales)
@@ -124,7 +132,7 @@ class HybridCalls:
             parts = {name: words[begin:end] for name, begin, end in named}
         # What may not find memory comes before what peers wait for.
         is_by_token = pad_multiple is None
-        received = None if capacity is None else _rows(capacity, 0, x, probs, scales)
+        received = None if capacity is None else _rows(capacity, 0, x, probs, scales, into)
         self._moe.num_sms = self.dispatch_sms
         core = self._core.notify(
             _codes(x.detach().contiguous()),
@@ -147,7 +155,7 @@ class HybridCalls:
         world_size = self.world_size
         handle = _handle(core, world_size) if places is None else _cuda_handle(core, parts, places, self.rank, world_size)
         handle.core, handle.calls, handle.pad_multiple = core, self, pad_multiple
-        handle.words = parts.get("all")
+        handle.words, handle.needed = parts.get("all"), parts.get("rows_needed")
         if core.rows_per_expert is None:
             handle.rows_per_expert = parts["rows_per_expert"].long()
         else:
@@ -155,9 +163,14 @@ class HybridCalls:
         return HybridReceived(*received, handle.rows_per_expert, handle)
 
     def dispatch_along(
-        self, x: Tensor, handle: HybridHandle, probs: Tensor | None = None, scales: Tensor | None = None
+        self,
+        x: Tensor,
+        handle: HybridHandle,
+        probs: Tensor | None = None,
+        scales: Tensor | None = None,
+        into: Tensor | None = None,
     ) -> HybridReceived:
-        """Dispatches tokens along a handle."""
+        """Dispatches tokens along a handle; the rows are written ``into`` a tensor that is given."""
         call = "hybrid_dispatch"
         self._check_handle(call, handle)
         check_tensors(call, {"x": x}, {"probs": probs, "scales": scales})
@@ -165,7 +178,7 @@ class HybridCalls:
         check_scales(call, x, scales)
         self._check_probs(call, probs, (handle.num_tokens, handle.core.num_experts))
         local = handle.core.num_experts // self.world_size if handle.pad_multiple is None else 0
-        received = _rows(handle.rows, local, x, probs, scales)
+        received = _rows(handle.rows, local, x, probs, scales, (into, None))
         self._move(handle.core, received, x, probs, scales)
         return HybridReceived(*received, handle.rows_per_expert, handle)
 
@@ -220,12 +233,23 @@ class _Rows(NamedTuple):
     scales: Tensor | None
 
 
-def _rows(count: int, local: int, x: Tensor, probs: Tensor | None, scales: Tensor | None) -> _Rows:
-    """Makes new tensors for ``count`` rows. Rows by token have probs of ``local`` experts; rows by expert have one prob."""
+def _rows(
+    count: int,
+    local: int,
+    x: Tensor,
+    probs: Tensor | None,
+    scales: Tensor | None,
+    into: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> _Rows:
+    """Tensors for ``count`` rows: new ones, or those of ``into``. Rows by token have probs of ``local`` experts; rows by expert have
+    one prob."""
     x = x.detach()
+    to_x, to_probs = into
+    if probs is not None and to_probs is None:
+        to_probs = probs.detach().new_empty((count, local) if local else (count,))
     return _Rows(
-        x.new_empty(count, x.shape[1]),
-        None if probs is None else probs.detach().new_empty((count, local) if local else (count,)),
+        x.new_empty(count, x.shape[1]) if to_x is None else to_x.detach(),
+        None if to_probs is None else to_probs.detach(),
         None if scales is None else scales.detach().new_empty(count, scales.shape[1]),
     )
 
@@ -290,6 +314,22 @@ def hybrid_calls_of(comm: Communicator) -> HybridCalls:
     return HybridCalls(*cores, comm)
 
 
+def map_of(topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor | None]:
+    """The routing map of choices, and their weights in its places. What is outside of ``0..num_experts`` chooses nothing; the
+    weights of an expert that is chosen twice are added."""
+    if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int64, torch.int32, torch.int16):
+        raise TypeError(f"topk_idx must be integers of shape [T, K], not {topk_idx.dtype} {list(topk_idx.shape)}")
+    if topk_weights is not None and topk_weights.shape != topk_idx.shape:
+        shapes = f"{list(topk_idx.shape)} and {list(topk_weights.shape)}"
+        raise ValueError(f"topk_idx and topk_weights must both be of shape [T, K], not {shapes}")
+    places = topk_idx.long().masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts)
+    zeros = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.float32, device=topk_idx.device)
+    routing_map = zeros.bool().scatter(1, places, True)[:, :num_experts]
+    if topk_weights is None:
+        return routing_map, None
+    return routing_map, zeros.scatter_add(1, places, topk_weights.float())[:, :num_experts]
+
+
 class DispatchByMap(torch.autograd.Function):
     """Differentiable in ``x`` and ``probs``. ``plain`` gets what is not."""
 
@@ -328,14 +368,16 @@ def gradients_of_dispatch(
 
 
 class CombineByMap(torch.autograd.Function):
-    """Differentiable in ``x``."""
+    """Differentiable in ``x``, whose gradient is written into ``to_grad`` if that is given. Errors name ``call``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, handle: HybridHandle) -> Any:
-        ctx.handle = handle
-        return handle.calls.combine(x, handle, call="combine_by_expert")[0]
+    def forward(
+        ctx: Any, x: Tensor, handle: HybridHandle, to_grad: Tensor | None = None, call: str = "combine_by_expert"
+    ) -> Any:
+        ctx.handle, ctx.to_grad = handle, to_grad
+        return handle.calls.combine(x, handle, call=call)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.handle.calls.dispatch_along(grad, ctx.handle).x, None
+        return ctx.handle.calls.dispatch_along(grad, ctx.handle, into=ctx.to_grad).x, None, None, None

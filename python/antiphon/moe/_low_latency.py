@@ -11,7 +11,7 @@ from antiphon._core import Communicator, Handle, MoeLowLatency, MoeLowLatencyHan
 from antiphon.moe._arguments import Routes, check_handle, check_ids, check_tensors, experts, router_weights, whole
 from antiphon.moe._calls import _codes
 
-__all__ = ["Hook", "LowLatencyCalls", "LowLatencyHandle", "LowLatencyReceived", "Options", "low_latency_calls_of"]
+__all__ = ["Hook", "LowLatencyCalls", "LowLatencyHandle", "LowLatencyReceived", "Options", "check_sent", "low_latency_calls_of"]
 
 #: The second half of a started call.
 Hook: TypeAlias = Callable[[], None]
@@ -19,6 +19,8 @@ Hook: TypeAlias = Callable[[], None]
 
 #: The formats of received rows, and of how many elements a row is a multiple.
 _GROUPS = {"bf16": 8, "fp8": 128, "fp8_powers_of_two": 128, "fp8_packed": 512}
+#: The formats in which a combine sends rows, likewise.
+_SENT = {"bf16": 8, "logfmt": 128}
 
 
 class Options(NamedTuple):
@@ -212,10 +214,12 @@ class LowLatencyCalls:
         out: Tensor | None = None,
         options: Options = Options(),
         *,
+        format: str = "bf16",
         call: str = "low_latency_combine",
     ) -> tuple[Tensor, Hook | None]:
-        """Moves rows back along a handle, weighs and sums them. Errors name ``call``."""
+        """Moves rows back along a handle in a format, weighs and sums them. Errors name ``call``."""
         check_handle(call, handle, LowLatencyHandle)
+        check_sent(call, handle, format)
         if not any(handle.engine is engine for engine in self._engines.values()):
             raise ValueError(f"{call}: the handle is of another communicator")
         given = {"x": rows, "ids": ids, "weights": weights, "the handle": handle.src_info}
@@ -237,6 +241,7 @@ class LowLatencyCalls:
             ids.contiguous(),
             weights,
             out.detach(),
+            format=format,
             waits=options.waits,
             start=options.start,
         )
@@ -247,6 +252,15 @@ def _sent(tensor: Tensor, starts: bool) -> Tensor:
     """A tensor that a call sends. On the CPU a started call sends later, when the caller may have written the tensor."""
     tensor = tensor.detach()
     return tensor.clone(memory_format=torch.contiguous_format) if starts and not tensor.is_cuda else tensor.contiguous()
+
+
+def check_sent(call: str, handle: LowLatencyHandle, format: str) -> None:
+    """Raises ``ValueError`` for a format in which a combine cannot send rows, or not these."""
+    unit = _SENT.get(format)
+    if unit is None:
+        raise ValueError(f"{call}: the format must be one of {', '.join(_SENT)}, not {format!r}")
+    if handle.hidden % unit:
+        raise ValueError(f"{call}: rows of {handle.hidden} elements, which must be a multiple of {unit} for {format}")
 
 
 def _check_written(call: str, **tensors: Tensor | None) -> None:

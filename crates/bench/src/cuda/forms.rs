@@ -3,8 +3,8 @@
 use antiphon::{
     device::cuda::StreamRef,
     moe::{
-        HybridCombine, HybridDispatch, HybridOrder, HybridRouting, HybridTokens, LowLatencyCombine,
-        LowLatencyDispatch, LowLatencyFormat, LowLatencyReceived, MoeConfig, RowFormat,
+        CombineFormat, HybridCombine, HybridDispatch, HybridOrder, HybridRouting, HybridTokens,
+        LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyReceived, MoeConfig, RowFormat,
         cuda::{CudaMoe, HandleMemory},
         hybrid::cuda::CudaHybridHandle,
         low_latency::{
@@ -119,6 +119,7 @@ impl LowLatencyForm {
 
     fn combine(&self, stream: StreamRef<'_>) -> Result<()> {
         let call = LowLatencyCombine {
+            format: CombineFormat::Bf16,
             rows: self.rows.view(),
             ids: self.ids.view(),
             weights: self.weights.view(),

@@ -72,9 +72,14 @@ impl HybridWords {
         behind(self.overflow(), 1)
     }
 
+    /// `[1]`: how many rows by expert there would be without a capacity, with the padding.
+    pub fn rows_needed(&self) -> Range<usize> {
+        behind(self.num_received(), 1)
+    }
+
     /// `[L]`: how many tokens each of this rank's experts gets, those that are dropped not included.
     pub fn tokens_per_expert(&self) -> Range<usize> {
-        behind(self.num_received(), self.local())
+        behind(self.rows_needed(), self.local())
     }
 
     /// `[L]`: how many rows each of this rank's experts has, with the padding.
@@ -419,6 +424,7 @@ impl CudaMoe {
             padded: at(HybridWords::rows_per_expert),
             overflow: at(HybridWords::overflow),
             received: at(HybridWords::num_received),
+            needed: at(HybridWords::rows_needed),
             local,
             multiple,
             limit: capacity.map_or(UNBOUNDED, |capacity| capacity.rows as u32),

@@ -43,7 +43,7 @@ kernel_call! {
 }
 kernel_call! {
     /// `place_call` of place.cuh.
-    PlaceCall { chosen_by counts first kept padded overflow received; local multiple limit }
+    PlaceCall { chosen_by counts first kept padded overflow received needed; local multiple limit }
 }
 kernel_call! {
     /// `hybrid_rows_call` of dispatch.cuh.

@@ -67,6 +67,11 @@ impl HybridHandle {
         self.segments.as_ref().is_some_and(|segments| segments.overflow)
     }
 
+    /// How many rows by expert there would be without a capacity, with the padding.
+    pub fn rows_needed(&self) -> usize {
+        self.segments.as_ref().map_or_else(|| self.chosen.iter().sum(), |segments| segments.needed)
+    }
+
     /// How many tokens each of this rank's experts gets, those that are dropped not included: `[L]`.
     pub fn tokens_per_expert(&self) -> &[usize] {
         self.segments.as_ref().map_or(&self.chosen, |segments| &segments.kept)

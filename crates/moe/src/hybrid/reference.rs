@@ -12,6 +12,8 @@ pub struct Received {
     pub rows: Vec<Option<(Source, usize)>>,
     /// How many rows each expert has, with the padding.
     pub rows_per_expert: Vec<usize>,
+    /// How many rows there would be without a capacity.
+    pub needed: usize,
     /// Whether a row was dropped.
     pub overflow: bool,
 }
@@ -40,12 +42,13 @@ pub fn received(
         ends.push(rows.len());
         rows.resize(rows.len().next_multiple_of(pad_multiple), None);
     }
-    let limit = capacity.unwrap_or(rows.len());
+    let needed = rows.len();
+    let limit = capacity.unwrap_or(needed);
     let overflow = *ends.last().unwrap_or(&0) > limit;
     rows.resize(limit, None);
     let of_expert = |expert: usize| rows.iter().flatten().filter(|row| row.1 == expert).count();
     let rows_per_expert = (0..local).map(|expert| of_expert(expert).next_multiple_of(pad_multiple)).collect();
-    Received { tokens, rows, rows_per_expert, overflow }
+    Received { tokens, rows, rows_per_expert, needed, overflow }
 }
 
 /// The sum of a token: of each rank to which it goes, the rounded sum of its rows there, in their order; of these, in the order of

@@ -17,6 +17,8 @@ pub(crate) struct Segments {
     pub(crate) limit: usize,
     /// Whether some are.
     pub(crate) overflow: bool,
+    /// How many rows there would be without a limit.
+    pub(crate) needed: usize,
     /// `P`
     pub(crate) rows: usize,
 }
@@ -32,6 +34,7 @@ impl Segments {
             padded: Vec::with_capacity(local),
             limit,
             overflow: false,
+            needed: 0,
             rows: 0,
         };
         let mut base = 0;
@@ -47,6 +50,7 @@ impl Segments {
             segments.overflow = end > limit; // the last expert's says it for all
             base += (end - base).next_multiple_of(pad_multiple);
         }
+        segments.needed = base;
         segments.rows = capacity.map_or(base, |capacity| capacity.rows);
         Some(segments)
     }

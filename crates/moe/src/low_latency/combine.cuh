@@ -1,16 +1,13 @@
-// Low-latency combine: moves the experts' rows back to the tokens' ranks, and computes the weighted sums. Included behind choices.cuh.
+// Low-latency combine: moves the experts' rows back to the tokens' ranks, and computes the weighted sums. Included behind logfmt.cuh.
 //
 // Each choice of a token has a place for a row at the token's rank, from the first lower lane on: choice token · K + k. The rank that
 // has received a row empties its place.
+//
+// FORMAT: rows travel as bf16 (0) or in LogFMT (1). All rows of a sum are of the format, also those of the rank itself, so that sums do not
+// depend on where experts are.
 
-constexpr u32 AT_ONCE = 4; // vectors of a row that a lane sends at once
-constexpr u32 GROUP = 8;   // rows that are waited for together
-
-// The same number, as a word that is not EMPTY: one NaN for another.
-DEVICE uint4 without_empty(uint4 v) {
-    const auto one = [](u32 x) { return x == EMPTY ? 0x7FFF7FFFu : x; };
-    return make_uint4(one(v.x), one(v.y), one(v.z), one(v.w));
-}
+constexpr u32 AT_ONCE = 4;               // vectors of a row that a lane sends at once
+constexpr u32 GROUP = IS_LOGFMT ? 4 : 8; // rows that are waited for together
 
 DEVICE u32 row_at(const arguments& a, const low_latency_call& k, u32 slot, u32 choice) {
     return lane_at(a, slot, 0) + choice * k.hidden * 2;
@@ -47,12 +44,15 @@ DEVICE void send_rows(const arguments& a, const turn& t, const low_latency_call&
 #pragma unroll
         for (u32 n = 0; n < AT_ONCE; ++n) {
             const u32 at = (part * AT_ONCE + n) * 32 + lane_id();
+            if (IS_LOGFMT) v[n] = make_uint4(0, 0, 0, 0);
             if (at < of_row) v[n] = load16(rows + at * 16);
         }
 #pragma unroll
         for (u32 n = 0; n < AT_ONCE; ++n) {
             const u32 at = (part * AT_ONCE + n) * 32 + lane_id();
-            if (at < of_row) store16_volatile(place + at * 16, without_empty(v[n]));
+            bool sends = true;
+            const uint4 sent = IS_LOGFMT ? coded(v[n], sends) : without_empty(v[n]);
+            if (at < of_row && sends) store16_volatile(place + at * 16, sent);
         }
     }
 }
@@ -113,6 +113,7 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ low_latency
 #pragma unroll
             for (u32 n = 0; n < GROUP; ++n) {
                 const i32 place = __shfl_sync(WHOLE_WARP, my_place, first + n);
+                if (IS_LOGFMT) got[n] = make_uint4(0, 0, 0, 0);
                 if (first + n >= k.top_k || at >= of_row) continue;
                 if (place >= 0 && IS_SPLIT) {
                     is_sent |= 1u << n;
@@ -132,21 +133,30 @@ combine(const __grid_constant__ arguments a, const __grid_constant__ low_latency
                 for (u32 n = 0; n < GROUP; ++n)
                     if (is_sent >> n & 1) got[n] = load16_volatile(a.own + (from[n] & ~15u));
 #pragma unroll
-                for (u32 n = 0; n < GROUP; ++n)
-                    if ((is_sent >> n & 1) && has_empty(got[n])) {
+                for (u32 n = 0; n < GROUP; ++n) {
+                    const bool is_needed = !IS_LOGFMT || !is_block_coded(got[n]) || lane_of_half() <= SCALE_LANE;
+                    if ((is_sent >> n & 1) && is_needed && has_empty(got[n])) {
                         complete = false;
                         missing = from[n] & 15;
                     }
+                }
                 return complete;
             });
             if (!came) return leave_nan<false>(k.to_x, k.tokens, k.hidden);
+            u32 here = is_here, there = is_sent;
+            if (IS_LOGFMT) { // a whole warp decodes, and its first lane is never beyond a row
+                here = __shfl_sync(WHOLE_WARP, here, 0);
+                there = __shfl_sync(WHOLE_WARP, there, 0);
+            }
 #pragma unroll
             for (u32 n = 0; n < GROUP; ++n) {
                 const float weight = __shfl_sync(WHOLE_WARP, my_weight, first + n);
-                if (!((is_sent | is_here) >> n & counting >> (first + n) & 1)) continue;
+                if (!((there | here) >> n & counting >> (first + n) & 1)) continue;
+                bool sends;
+                if (IS_LOGFMT && (here >> n & 1)) got[n] = coded(got[n], sends);
                 vec16<bf16> v;
                 v.words = got[n];
-                const wide_vec<bf16> x = widen_vec(v);
+                const wide_vec<bf16> x = IS_LOGFMT ? decoded(got[n]) : widen_vec(v);
 #pragma unroll
                 for (u32 of = 0; of < 8; ++of) sum[of] = plus(sum[of], times(weight, x.lane[of]));
             }

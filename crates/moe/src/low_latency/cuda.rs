@@ -13,8 +13,8 @@ use antiphon_fabric::{
 use antiphon_tensor::{Device, TensorView, TensorViewMut};
 
 use super::{
-    COMBINE, DISPATCH, LowLatency, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, Sizes,
-    check_combine, check_dispatch, combine_signature,
+    COMBINE, CombineFormat, DISPATCH, LowLatency, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat,
+    Sizes, check_combine, check_dispatch, combine_signature,
     config::{combine_lane, dispatch_lane},
     dispatch_signature,
     family::{Combining, Dispatching, LowLatencyCall, LowLatencyFamily, Marks, Phases},
@@ -168,7 +168,7 @@ impl CudaLowLatency {
         for format in [LowLatencyFormat::Bf16, LowLatencyFormat::Fp8] {
             tenant.load_together(comm, Dispatching::new(Phases::Both, format, world_size, marks))?;
         }
-        tenant.load_together(comm, Combining { phases: Phases::Both })?;
+        tenant.load_together(comm, Combining { phases: Phases::Both, format: CombineFormat::Bf16 })?;
         let (handles, halves, unreceived) = (Cell::new(0), Cell::new(0), Cell::new(None));
         let token = Arc::new(Token { dropped: AtomicU64::new(0) });
         Ok(Self { tenant, token, handles, pool: Pool::new(context), halves, unreceived })
@@ -261,10 +261,11 @@ impl CudaLowLatency {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         let arguments = self.prepare_combine(handle, call)?;
-        let signature = combine_signature(&handle.sizes, handle.number);
+        let signature = combine_signature(&handle.sizes, handle.number, call.format);
+        let family = Combining { phases: Phases::Both, format: call.format };
         self.receive_dropped(stream)?;
         // SAFETY: as in `dispatch`.
-        unsafe { self.launch(Combining { phases: Phases::Both }, &signature, arguments, stream) }
+        unsafe { self.launch(family, &signature, arguments, stream) }
     }
 
     /// The first half of [`combine`](Self::combine); as [`send_dispatch`](Self::send_dispatch). The second half reads the ids and
@@ -283,8 +284,8 @@ impl CudaLowLatency {
         stream: StreamRef<'_>,
     ) -> Result<CudaReceive> {
         let arguments = self.prepare_combine(handle, call)?;
-        let signature = combine_signature(&handle.sizes, handle.number);
-        let half = Half::Combine(Combining { phases: Phases::Both });
+        let signature = combine_signature(&handle.sizes, handle.number, call.format);
+        let half = Half::Combine(Combining { phases: Phases::Both, format: call.format });
         // SAFETY: as in `dispatch`.
         unsafe { self.send(half, signature, arguments, stream) }
     }

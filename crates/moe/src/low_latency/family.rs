@@ -3,7 +3,7 @@
 use antiphon_device::cuda::{KernelArgument, Program};
 use antiphon_fabric::gpu::{FORMATS, Family, ROWS, Source, kernels};
 
-use super::{LowLatencyFormat, Sizes};
+use super::{CombineFormat, LowLatencyFormat, Sizes};
 
 kernels! {
     /// The kernel of `dispatch.cuh`, `low_latency::dispatch` as the compiler mangles it.
@@ -46,6 +46,8 @@ pub(crate) struct LowLatencyCall {
 unsafe impl KernelArgument for LowLatencyCall {}
 
 const CHOICES: Source = Source { name: "low_latency/choices.cuh", text: include_str!("choices.cuh") };
+
+const LOGFMT: Source = Source { name: "low_latency/logfmt.cuh", text: include_str!("logfmt.cuh") };
 
 /// The part of a call that a kernel does; choices.cuh has the same numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -127,6 +129,7 @@ impl Family for Dispatching {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Combining {
     pub(crate) phases: Phases,
+    pub(crate) format: CombineFormat,
 }
 
 impl Family for Combining {
@@ -134,10 +137,10 @@ impl Family for Combining {
     type Arguments = LowLatencyCall;
     const NAME: &'static str = "moe_low_latency_combine.cuh";
     const SOURCES: &'static [Source] =
-        &[CHOICES, Source { name: "low_latency/combine.cuh", text: include_str!("combine.cuh") }];
+        &[CHOICES, LOGFMT, Source { name: "low_latency/combine.cuh", text: include_str!("combine.cuh") }];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
-        program.define("PHASES", self.phases as u32)
+        program.define("FORMAT", self.format as u32).define("PHASES", self.phases as u32)
     }
 
     fn threads(&self) -> u32 {
@@ -170,7 +173,7 @@ impl LowLatencyFamily for Dispatching {
 
 impl LowLatencyFamily for Combining {
     fn with(self, phases: Phases) -> Self {
-        Self { phases }
+        Self { phases, ..self }
     }
 
     fn is_released(self) -> bool {

@@ -9,7 +9,7 @@ use antiphon_tensor::{
     round,
 };
 
-use super::{COMBINE, DISPATCH, LowLatencyFormat, Routes, SCALE_GROUP, Sizes};
+use super::{COMBINE, CombineFormat, DISPATCH, LowLatencyFormat, Routes, SCALE_GROUP, Sizes, logfmt};
 use crate::{
     Moe,
     error::{MoeError, Result, refused},
@@ -262,6 +262,7 @@ impl Quantiser {
 /// A combine.
 pub(super) struct Combine<'a> {
     pub(super) signature: Signature,
+    pub(super) format: CombineFormat,
     pub(super) sizes: Sizes,
     pub(super) routes: &'a Routes,
     /// bf16 `[L, R·M, H]`
@@ -272,7 +273,8 @@ pub(super) struct Combine<'a> {
 }
 
 impl Combine<'_> {
-    /// Each choice of a token has a record at the token's rank: choice `token · K + k`.
+    /// Each choice of a token has a record at the token's rank: choice `token · K + k`. Records hold bf16 in every format, as codes would
+    /// take longer to make than to move; the rank that sums a row makes of it what the format does.
     pub(super) fn run(
         &self,
         moe: &mut Moe,
@@ -297,6 +299,7 @@ impl Combine<'_> {
         let mut next: Vec<_> =
             (0..world_size).map(|from| self.routes.rows_of(&self.sizes, from).peekable()).collect();
         let mut sum = vec![0f32; hidden];
+        let mut arrived = vec![0f32; hidden];
         // SAFETY: every rank moves as many records of one size, along handles of one call, as the signature says.
         let mut rounds = unsafe { comm.rounds()? };
         if waits.is_some() {
@@ -331,8 +334,9 @@ impl Combine<'_> {
                         // SAFETY: all rows that come back in this piece have come.
                         let record = unsafe { half.get(rank, at) };
                         let weight = f32::from_bits(word(self.weights, choice));
-                        for (sum, x) in sum.iter_mut().zip(elements(&record[..row_bytes])) {
-                            *sum += weight * x.to_f32();
+                        self.arrive(&record[..row_bytes], &mut arrived);
+                        for (sum, x) in sum.iter_mut().zip(&arrived) {
+                            *sum += weight * x;
                         }
                     }
                     write_row(&sum, &mut output[token * row_bytes..][..row_bytes]);
@@ -346,6 +350,14 @@ impl Combine<'_> {
             output.fill(0);
         }
         Ok(())
+    }
+
+    /// What arrives of a row.
+    fn arrive(&self, row: &[u8], to: &mut [f32]) {
+        match self.format {
+            CombineFormat::Bf16 => to.iter_mut().zip(elements(row)).for_each(|(to, x)| *to = x.to_f32()),
+            CombineFormat::LogFmt => logfmt::arrive(&elements(row).collect::<Vec<_>>(), to),
+        }
     }
 }
 

@@ -9,6 +9,7 @@ mod config;
 pub mod cuda;
 pub(crate) mod family;
 mod host;
+pub mod logfmt;
 #[cfg(any(test, feature = "reference"))]
 pub mod reference;
 mod routes;
@@ -89,6 +90,26 @@ impl LowLatencyFormat {
     }
 }
 
+/// The format in which a combine sends rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CombineFormat {
+    /// bf16, with the bits of the rows.
+    Bf16 = 0,
+    /// Between GPUs 11 bits for an element where bf16 has 16; each row is what [`logfmt`] makes of it. Rows are whole blocks of 128
+    /// elements.
+    LogFmt = 1,
+}
+
+impl CombineFormat {
+    /// The number of elements of a row must be a multiple of this.
+    fn unit(self) -> usize {
+        match self {
+            Self::Bf16 => VECTOR / DType::BF16.size(),
+            Self::LogFmt => logfmt::BLOCK,
+        }
+    }
+}
+
 /// The tensors of [`Moe::low_latency_dispatch`].
 #[derive(Debug)]
 pub struct LowLatencyDispatch<'a> {
@@ -131,6 +152,8 @@ pub struct LowLatencyReceived<'a> {
 /// The tensors of [`Moe::low_latency_combine`].
 #[derive(Debug)]
 pub struct LowLatencyCombine<'a> {
+    /// The format in which rows are sent; equal on all ranks.
+    pub format: CombineFormat,
     /// The experts' outputs for their slots: bf16 `[L, R·M, H]`.
     pub rows: TensorView<'a>,
     /// The ids of the dispatch, i64 or i32 `[T, K]`. A sum leaves out a choice whose id here is outside `0..E`.
@@ -260,8 +283,9 @@ pub(crate) fn check_combine(call: &LowLatencyCombine<'_>, sizes: &Sizes) -> Resu
     let Sizes { hidden, tokens, top_k, .. } = *sizes;
     name("rows").has_dtype(call.rows.dtype(), &[DType::BF16])?;
     name("rows").has_shape(&call.rows, &[sizes.local(), sizes.slots(), hidden], "[L, R·M, H]")?;
-    if !hidden.is_multiple_of(VECTOR / 2) {
-        let problem = format!("rows of {hidden} elements, which must be a multiple of {}", VECTOR / 2);
+    if !hidden.is_multiple_of(call.format.unit()) {
+        let problem =
+            format!("rows of {hidden} elements, which must be a multiple of {}", call.format.unit());
         return Err(refused(COMBINE, problem));
     }
     name("ids").has_dtype(call.ids.dtype(), &ID_TYPES)?;
@@ -287,9 +311,10 @@ pub(crate) fn dispatch_signature(sizes: &Sizes, format: LowLatencyFormat) -> Sig
 }
 
 /// The signature of a combine along the handle with this number.
-pub(crate) fn combine_signature(sizes: &Sizes, number: u32) -> Signature {
+pub(crate) fn combine_signature(sizes: &Sizes, number: u32, format: CombineFormat) -> Signature {
     Signature {
         dtype: Some(DType::BF16),
+        algorithm: format as u8,
         detail: Detail::experts(sizes.num_experts as u32, sizes.top_k as u8),
         count: Count::rows(sizes.hidden as u32, number),
         ..Signature::new(Operation::LowLatencyCombine)
@@ -347,10 +372,11 @@ pub(crate) fn combine(
     }
     check_combine(&call, sizes)?;
     let name = |which| Name { call: COMBINE, which };
-    let LowLatencyCombine { rows, ids, weights, mut output, mut waits } = call;
+    let LowLatencyCombine { format, rows, ids, weights, mut output, mut waits } = call;
     let waits = waits.as_mut().map(|waits| name("waits").bytes_mut(waits)).transpose()?;
     let call = host::Combine {
-        signature: combine_signature(sizes, *number),
+        signature: combine_signature(sizes, *number, format),
+        format,
         sizes: *sizes,
         routes,
         rows: name("rows").bytes(&rows)?,

@@ -53,3 +53,17 @@ pub fn combine(choices: &[(f32, Option<Vec<f32>>)], hidden: usize) -> Vec<f32> {
     }
     sum
 }
+
+/// The value of code 1 of a LogFMT block and the difference of the logarithms of neighbouring codes, as `logfmt` defines them; none for a
+/// block that stays as it is.
+pub fn logfmt(block: &[f32]) -> Option<(f64, f64)> {
+    let magnitudes: Vec<f64> = block.iter().map(|&x| f64::from(x.abs())).collect();
+    let largest = magnitudes.iter().copied().fold(0.0, f64::max);
+    let smallest = magnitudes.iter().copied().fold(f64::INFINITY, f64::min);
+    let is_number = block.iter().all(|x| x.is_finite());
+    if !is_number || largest >= 1.0 || largest < 2f64.powi(-93) || smallest == largest {
+        return None;
+    }
+    let least = smallest.max(largest * 2f64.powi(-32));
+    Some((least, (largest / least).log2() / 510.0))
+}

@@ -183,6 +183,7 @@ impl HybridCase {
         assert_eq!(handle.num_received(), of_rank.tokens.len());
         assert_eq!(handle.rows_per_expert(), of_rank.rows_per_expert);
         assert_eq!(handle.overflow(), of_rank.overflow);
+        assert_eq!(handle.rows_needed(), of_rank.needed);
         run.dispatch(moe, &handle);
         run.combine(moe, &handle);
         run.dispatch(moe, &handle); // again, along the handle

@@ -2,10 +2,10 @@
 
 use antiphon_fabric::Communicator;
 use antiphon_moe::{
-    LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle, LowLatencyReceived, Moe,
-    MoeConfig, MoeError,
+    CombineFormat, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle,
+    LowLatencyReceived, Moe, MoeConfig, MoeError,
     low_latency::{
-        LowLatency,
+        LowLatency, logfmt,
         reference::{self, Source},
     },
     normal::reference::Rank,
@@ -28,6 +28,8 @@ const FORMATS: [LowLatencyFormat; 4] = [
 pub struct LowLatencyCase {
     pub case: Case,
     pub format: LowLatencyFormat,
+    /// The format of the combine.
+    pub sent: CombineFormat,
     pub max_tokens: usize,
     pub ranks: Vec<Rank<u8>>,
 }
@@ -67,7 +69,7 @@ impl LowLatencyCase {
     pub fn new(case: Case, format: LowLatencyFormat) -> Self {
         let case = Case { dtype: DType::BF16, ..case };
         let max_tokens = case.tokens.iter().max().unwrap() + 1;
-        Self { format, max_tokens, ranks: case.ranks(), case }
+        Self { format, sent: CombineFormat::Bf16, max_tokens, ranks: case.ranks(), case }
     }
 
     fn world_size(&self) -> usize {
@@ -133,7 +135,15 @@ impl LowLatencyCase {
     fn made(&self, expert: usize, (rank, token): Source) -> Vec<u8> {
         let cell = |column: usize| {
             let hash = (expert * 7919 + rank * 104_729 + token * 1_299_709 + column * 31) % 1009;
-            bf16::from_f32(hash as f32 / 64.0 - 8.0).to_ne_bytes()
+            let x = hash as f32 / 64.0 - 8.0;
+            // Blocks that are not coded, and ones of different ranges.
+            let power = match (self.sent, (expert + token + column / logfmt::BLOCK) % 4) {
+                (CombineFormat::Bf16, _) | (_, 0) => 0,
+                (_, 1) => -4,
+                (_, 2) => -24,
+                _ => -4 - (column % 45) as i32,
+            };
+            bf16::from_f32(x * 2f32.powi(power)).to_ne_bytes()
         };
         (0..self.case.hidden).flat_map(cell).collect()
     }
@@ -216,7 +226,7 @@ impl LowLatencyCase {
                 .map(|choice| {
                     let expert = usize::try_from(ids[choice]).ok().filter(|&expert| expert < num_experts);
                     let expert = expert.filter(|_| !is_left_out(choice));
-                    (weights[choice], expert.map(|expert| widened(&self.made(expert, (rank, token)))))
+                    (weights[choice], expert.map(|expert| self.arrived(&self.made(expert, (rank, token)))))
                 })
                 .collect();
             let sum = reference::combine(&choices, hidden);
@@ -224,6 +234,16 @@ impl LowLatencyCase {
         };
         let content: Vec<u8> = (0..x.len()).flat_map(row).collect();
         Tensor::holding(DType::BF16, &[x.len(), hidden], &content)
+    }
+
+    /// What a row is to a sum.
+    fn arrived(&self, row: &[u8]) -> Vec<f32> {
+        let mut x = widened(row);
+        if self.sent == CombineFormat::LogFmt {
+            let elements: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+            logfmt::arrive(&elements, &mut x);
+        }
+        x
     }
 
     pub fn dispatch(
@@ -237,6 +257,28 @@ impl LowLatencyCase {
         Ok((handle, received))
     }
 
+    /// The sums.
+    fn combine(
+        &self,
+        comm: &Communicator,
+        moe: &mut Moe,
+        handle: &LowLatencyHandle,
+    ) -> Result<Tensor, MoeError> {
+        let [_, ids, weights] = self.inputs(comm.rank());
+        let rows = self.rows(comm.rank());
+        let mut sums = Tensor::unwritten(DType::BF16, &[handle.num_tokens(), self.case.hidden]);
+        let call = LowLatencyCombine {
+            format: self.sent,
+            rows: rows.view(),
+            ids: ids.view(),
+            weights: weights.view(),
+            output: sums.view_mut(),
+            waits: None,
+        };
+        moe.low_latency_combine(comm, handle, call)?;
+        Ok(sums)
+    }
+
     fn check(&self, comm: &Communicator, moe: &mut Moe) {
         let rank = comm.rank();
         let (handle, received) = self.dispatch(comm, moe).unwrap();
@@ -248,19 +290,14 @@ impl LowLatencyCase {
         }
         assert_eq!(handle.tokens(), self.case.tokens);
 
-        let [_, ids, weights] = self.inputs(rank);
-        let rows = self.rows(rank);
-        let mut sums = Tensor::unwritten(DType::BF16, &[handle.num_tokens(), self.case.hidden]);
-        let call = LowLatencyCombine {
-            rows: rows.view(),
-            ids: ids.view(),
-            weights: weights.view(),
-            output: sums.view_mut(),
-            waits: None,
-        };
-        moe.low_latency_combine(comm, &handle, call).unwrap();
+        let sums = self.combine(comm, moe, &handle).unwrap();
         let expected = self.expected_sums(rank, |_| false);
-        assert!(sums.content() == expected.content(), "sums of rank {rank} in {:?}", self.case);
+        assert!(
+            sums.content() == expected.content(),
+            "{:?} sums of rank {rank} in {:?}",
+            self.sent,
+            self.case
+        );
     }
 }
 
@@ -295,6 +332,16 @@ pub fn every_format(comm: &Communicator) {
     }
 }
 
+pub fn combines_in_logfmt(comm: &Communicator) {
+    let world = comm.world_size();
+    let mut moe = Moe::new(comm, MoeConfig::default()).unwrap();
+    for (hidden, choice) in [(128, Choice::Wild), (384, Choice::Spread), (1024, Choice::AllTo(world - 1))] {
+        let case = Case { hidden, choice, tokens: vec![5; world], ..Case::new(world, 2 * world, 3) };
+        let case = LowLatencyCase::new(case, LowLatencyFormat::Bf16);
+        LowLatencyCase { sent: CombineFormat::LogFmt, ..case }.check(comm, &mut moe);
+    }
+}
+
 /// Regions that hold few rows: as few as two, or as the rows of a token.
 pub fn small_regions(comm: &Communicator) {
     let world = comm.world_size();
@@ -322,6 +369,7 @@ pub fn choices_that_are_left_out(comm: &Communicator) {
     let ids = Tensor::holding(DType::I64, &weights.shape, &kept);
     let mut sums = Tensor::unwritten(DType::BF16, &[handle.num_tokens(), case.case.hidden]);
     let call = LowLatencyCombine {
+        format: case.sent,
         rows: rows.view(),
         ids: ids.view(),
         weights: weights.view(),
@@ -384,6 +432,7 @@ pub fn arguments_that_make_no_sense(comm: &Communicator) {
     let rows = case.rows(comm.rank());
     let mut short = Tensor::unwritten(DType::BF16, &[16, 16]);
     let call = LowLatencyCombine {
+        format: case.sent,
         rows: rows.view(),
         ids: ids.view(),
         weights: weights.view(),
@@ -397,6 +446,7 @@ pub fn arguments_that_make_no_sense(comm: &Communicator) {
     let mut other = Moe::new(comm, MoeConfig::default()).unwrap();
     let mut sums = Tensor::unwritten(DType::BF16, &[17, 16]);
     let call = LowLatencyCombine {
+        format: case.sent,
         rows: rows.view(),
         ids: ids.view(),
         weights: weights.view(),
@@ -406,6 +456,18 @@ pub fn arguments_that_make_no_sense(comm: &Communicator) {
     refused(
         other.low_latency_combine(comm, &handle, call),
         "low_latency_combine: the handle is of another instance",
+    );
+    let call = LowLatencyCombine {
+        format: CombineFormat::LogFmt,
+        rows: rows.view(),
+        ids: ids.view(),
+        weights: weights.view(),
+        output: sums.view_mut(),
+        waits: None,
+    };
+    refused(
+        moe.low_latency_combine(comm, &handle, call),
+        "low_latency_combine: rows of 16 elements, which must be a multiple of 128",
     );
     // Nobody was kept waiting.
     case.check(comm, &mut moe);
@@ -417,4 +479,15 @@ pub fn ranks_that_differ(comm: &Communicator) {
     let max_tokens = 18 + comm.rank();
     let error = LowLatencyCase { max_tokens, ..case }.dispatch(comm, &mut moe).err().unwrap().to_string();
     assert!(error.contains("up to 18 rows") && error.contains("up to 19 rows"), "{error}");
+}
+
+pub fn ranks_that_combine_in_different_formats(comm: &Communicator) {
+    let mut moe = Moe::new(comm, MoeConfig::default()).unwrap();
+    let world = comm.world_size();
+    let case = Case { hidden: 128, ..Case::new(world, 2 * world, 2) };
+    let case = LowLatencyCase::new(case, LowLatencyFormat::Bf16);
+    let sent = if comm.rank() == 0 { CombineFormat::Bf16 } else { CombineFormat::LogFmt };
+    let (handle, _) = case.dispatch(comm, &mut moe).unwrap();
+    let error = LowLatencyCase { sent, ..case }.combine(comm, &mut moe, &handle).err().unwrap().to_string();
+    assert!(error.contains("logfmt"), "{error}");
 }

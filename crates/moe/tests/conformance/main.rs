@@ -72,10 +72,12 @@ behaviours! {
     disagreement::ranks_that_differ_hear_of_it: [world_2 world_3], processes [world_2];
     low_latency::slots_and_sums: [world_1 world_2 world_4], processes [world_2];
     low_latency::every_format: [world_1 world_2 world_3], processes [world_2];
+    low_latency::combines_in_logfmt: [world_1 world_2 world_3 world_4], processes [world_2];
     low_latency::small_regions: [world_2 world_3], processes [];
     low_latency::choices_that_are_left_out: [world_2], processes [];
     low_latency::arguments_that_make_no_sense: [world_1 world_2], processes [];
     low_latency::ranks_that_differ: [world_2], processes [world_2];
+    low_latency::ranks_that_combine_in_different_formats: [world_2 world_3], processes [world_2];
     hybrid::hybrid_forms: [world_1 world_2 world_4], processes [world_2];
     hybrid::hybrid_dtypes: [world_1 world_2 world_3], processes [world_2];
     hybrid::hybrid_capacities: [world_1 world_2 world_3], processes [world_2];

@@ -58,7 +58,8 @@ pub fn on_host(rank: &mut Rank, case: &HybridCase) -> Outcome<Expected> {
     };
     rank.host.hybrid_combine(&rank.comm, &handle, call)?;
     let counts = handle.tokens_per_expert().iter().chain(handle.rows_per_expert()).copied();
-    let words = [usize::from(handle.overflow()), handle.num_received()].into_iter().chain(counts);
+    let first = [usize::from(handle.overflow()), handle.num_received(), handle.rows_needed()];
+    let words = first.into_iter().chain(counts);
     Ok(Expected {
         rows: [Some(to_x), to_scales, Some(to_probs)].into_iter().flatten().collect(),
         sums: [sums, back],

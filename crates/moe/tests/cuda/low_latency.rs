@@ -2,7 +2,7 @@
 
 use antiphon_device::cuda::Graph;
 use antiphon_moe::{
-    LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyReceived, MoeConfig,
+    CombineFormat, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyReceived, MoeConfig,
     cuda::CudaMoe,
     low_latency::{
         LowLatency,
@@ -102,6 +102,7 @@ impl<'a> Calls<'a> {
 
     pub fn combine(&mut self, rank: &Rank, moe: &CudaLowLatency, handle: &CudaLowLatencyHandle) -> Outcome {
         let call = LowLatencyCombine {
+            format: self.case.sent,
             rows: self.rows.view(),
             ids: self.ids.view(),
             weights: self.weights.view(),
@@ -158,7 +159,8 @@ impl<'a> Calls<'a> {
         moe.check()?;
         let me = rank.comm.rank();
         let sums = self.case.expected_sums(me, |_| false);
-        assert!(rank.download(&self.sums)? == sums.content(), "sums of rank {me} in {:?}", self.case.case);
+        let LowLatencyCase { case, sent, .. } = self.case;
+        assert!(rank.download(&self.sums)? == sums.content(), "{sent:?} sums of rank {me} in {case:?}");
         Ok(())
     }
 }
@@ -238,6 +240,52 @@ fn low_latency_formats_are_as_defined_on_2_gpus() {
     every_format(2);
 }
 
+/// Of blocks that are coded and others; at last rows of one block, which is half of a warp's.
+fn combines_in_logfmt(world: usize) {
+    on_gpus(world, SMALL, |rank| {
+        let moe = rank.moe.low_latency()?;
+        for (hidden, choice, halves) in [
+            (1024, Choice::Spread, false),
+            (384, Choice::Wild, true),
+            (128, Choice::AllTo(world - 1), false),
+            (640, Choice::Spread, true),
+        ] {
+            let tokens = (0..world).map(|rank| [9, 0, 4][rank % 3]).collect();
+            let case = Case { hidden, choice, tokens, ..Case::new(world, 3 * world, 5) };
+            let case = LowLatencyCase::new(case, LowLatencyFormat::Bf16);
+            for sent in [CombineFormat::LogFmt, CombineFormat::Bf16] {
+                let case =
+                    LowLatencyCase { sent, ranks: case.ranks.clone(), case: case.case.clone(), ..case };
+                let mut calls = Calls::new(rank, &case)?;
+                calls.halves = halves && rank.comm.rank() != 1;
+                let handle = calls.dispatch(rank, moe)?;
+                // A call in halves has its rows overwritten.
+                for _ in 0..if halves { 1 } else { 4 } {
+                    calls.combine(rank, moe, &handle)?;
+                    calls.compare_sums(rank, moe)?;
+                }
+            }
+        }
+        rank.comm.barrier()?;
+        Ok(())
+    });
+}
+
+#[test]
+fn combines_in_logfmt_are_as_defined_on_1_gpus() {
+    combines_in_logfmt(1);
+}
+
+#[test]
+fn combines_in_logfmt_are_as_defined_on_2_gpus() {
+    combines_in_logfmt(2);
+}
+
+#[test]
+fn combines_in_logfmt_are_as_defined_on_3_gpus() {
+    combines_in_logfmt(3);
+}
+
 /// As many experts of a rank as are served, whose marks take more shared memory.
 #[test]
 fn slots_and_sums_of_many_experts_are_as_defined_on_2_gpus() {
@@ -301,6 +349,7 @@ fn a_call_before_the_second_half_is_refused_on_2_gpus() {
         let handle = calls.dispatch(rank, moe)?;
         let mut waits = rank.upload(&Tensor::holding(DType::I64, &[2], &[0; 16]))?;
         let call = LowLatencyCombine {
+            format: case.sent,
             rows: calls.rows.view(),
             ids: calls.ids.view(),
             weights: calls.weights.view(),
@@ -400,6 +449,27 @@ fn low_latency_ranks_that_differ_hear_of_it_on_2_gpus() {
         };
         let hears = error.contains("up to 18 rows") && error.contains("up to 19 rows");
         assert!(hears || error.contains("aborted"), "{error}");
+        Ok(())
+    });
+}
+
+#[test]
+fn ranks_that_combine_in_different_formats_hear_of_it_on_2_gpus() {
+    on_gpus(2, SMALL, |rank| {
+        let moe = rank.moe.low_latency()?;
+        let case = Case { hidden: 128, ..Case::new(2, 8, 2) };
+        let case = LowLatencyCase::new(case, LowLatencyFormat::Bf16);
+        let sent = if rank.comm.rank() == 0 { CombineFormat::LogFmt } else { CombineFormat::Bf16 };
+        let case = LowLatencyCase { sent, ..case };
+        let mut calls = Calls::new(rank, &case)?;
+        let handle = calls.dispatch(rank, moe)?;
+        calls.combine(rank, moe, &handle)?;
+        rank.stream.borrow().synchronize()?;
+        let error = match moe.check() {
+            Err(error) => error.to_string(),
+            Ok(()) => calls.dispatch(rank, moe).map(drop).expect_err("the other heard of it").to_string(),
+        };
+        assert!(error.contains("logfmt") || error.contains("aborted"), "{error}");
         Ok(())
     });
 }

@@ -9,7 +9,7 @@ from antiphon import Communicator
 from antiphon._core import Moe
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.moe._arguments import check_rows, check_tensors, refuse_derivatives, router_weights, whole
-from antiphon.moe._hybrid import HybridHandle, HybridReceived, hybrid_calls_of
+from antiphon.moe._hybrid import HybridHandle, HybridReceived, hybrid_calls_of, map_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -110,7 +110,7 @@ class HybridEPBuffer:
         if handle is not None:
             inner = _inner(handle)
             if probs is None and topk_idx is not None and topk_weights is not None:
-                probs = _map_of(topk_idx, topk_weights, inner.core.num_experts)[1]
+                probs = map_of(topk_idx, topk_weights, inner.core.num_experts)[1]
             received = self._calls.dispatch_along(hidden, inner, probs, scales)
         else:
             routing_map, probs = self._routing(call, routing_map, probs, topk_idx, topk_weights, num_of_experts)
@@ -186,7 +186,7 @@ class HybridEPBuffer:
             inner = _inner(handle)
             self._check_along(call, inner, num_permuted_tokens, pad_multiple)
             if probs is None and topk_idx is not None and topk_weights is not None:
-                probs = _map_of(topk_idx, topk_weights, inner.core.num_experts)[1]
+                probs = map_of(topk_idx, topk_weights, inner.core.num_experts)[1]
             received = self._calls.dispatch_along(hidden, inner, probs, scales)
             return received.x, received.probs, received.scales, received.rows_per_expert, inner
         if non_blocking and num_permuted_tokens is None:
@@ -251,7 +251,7 @@ class HybridEPBuffer:
                 raise ValueError(
                     f"{call}: num_of_experts is {num_of_experts}; {local} experts of each of {self.group_size} ranks are {experts}"
                 )
-            routing_map, of_choices = _map_of(topk_idx, topk_weights, num_of_experts)
+            routing_map, of_choices = map_of(topk_idx, topk_weights, num_of_experts)
             probs = of_choices if probs is None else probs
         if routing_map.dim() != 2 or routing_map.shape[1] != experts:
             raise ValueError(
@@ -328,19 +328,3 @@ def _scales_of(call: str, hidden: Tensor, scaling_factor: Tensor | None) -> Tens
     if scaling_factor is None:
         raise ValueError(f"{call}: tokens of {hidden.dtype} need a scaling_factor")
     return scaling_factor
-
-
-def _map_of(topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int) -> tuple[Tensor, Tensor | None]:
-    """The routing map of choices, and their weights in its places. What is outside of ``0..num_experts`` chooses nothing; the
-    weights of an expert that is chosen twice are added."""
-    if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int64, torch.int32, torch.int16):
-        raise TypeError(f"topk_idx must be integers of shape [T, K], not {topk_idx.dtype} {list(topk_idx.shape)}")
-    if topk_weights is not None and topk_weights.shape != topk_idx.shape:
-        shapes = f"{list(topk_idx.shape)} and {list(topk_weights.shape)}"
-        raise ValueError(f"topk_idx and topk_weights must both be of shape [T, K], not {shapes}")
-    places = topk_idx.long().masked_fill((topk_idx < 0) | (topk_idx >= num_experts), num_experts)
-    zeros = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.float32, device=topk_idx.device)
-    routing_map = zeros.bool().scatter(1, places, True)[:, :num_experts]
-    if topk_weights is None:
-        return routing_map, None
-    return routing_map, zeros.scatter_add(1, places, topk_weights.float())[:, :num_experts]

@@ -104,19 +104,18 @@ class LowLatencyBuffer:
         """Sends the experts' outputs (bfloat16 ``[L, R * M, H]``) back, and sums them for each token with the
         weights ``topk_weights`` (float32 ``[T, K]``), in the order of the choices: bfloat16 ``[T, H]``, in ``out`` if that is
         given. With ``zero_copy`` the rows are those in what :meth:`get_next_low_latency_combine_buffer` gave, whatever ``x``
-        holds.
+        holds. With ``use_logfmt`` rows are sent in the format ``"logfmt"`` of
+        :meth:`antiphon.moe.ExpertParallel.combine_low_latency`, which loses digits.
 
         ``combine_wait_recv_cost_stats`` is as ``dispatch_wait_recv_cost_stats`` of a dispatch.
 
-        Raises as :meth:`low_latency_dispatch`, and ``NotImplementedError`` for ``use_logfmt``, DeepEP's lossy code of 10 bits.
+        Raises as :meth:`low_latency_dispatch`, and ``ValueError`` for ``use_logfmt`` with ``zero_copy``, or with an ``H``
+        that is no multiple of 128.
         """
         _check_hook("low_latency_combine", async_finish, return_recv_hook)
         refuse_derivatives("low_latency_combine", x, topk_weights)
-        if use_logfmt:
-            raise NotImplementedError(
-                "low_latency_combine: use_logfmt is not served: rows come back as bfloat16, which keeps their bits. Pass "
-                "use_logfmt=False"
-            )
+        if use_logfmt and zero_copy:
+            raise ValueError("low_latency_combine: pass use_logfmt or zero_copy, not both")
         check_handle("low_latency_combine", handle, LowLatencyHandle)
         if zero_copy:
             if handle.combine_buffer is None:
@@ -124,10 +123,11 @@ class LowLatencyBuffer:
             x = handle.combine_buffer
         options = Options(waits=combine_wait_recv_cost_stats, start=return_recv_hook)
         arguments = (x, topk_idx, topk_weights, handle, out, options)
+        format = "logfmt" if use_logfmt else "bf16"
         if self._shrinking is not None:
-            combined, hook = self._shrinking.combine(*arguments), _over if return_recv_hook else None
+            combined, hook = self._shrinking.combine(*arguments, format=format), _over if return_recv_hook else None
         else:
-            combined, hook = self._low_latency().combine(*arguments)
+            combined, hook = self._low_latency().combine(*arguments, format=format)
         return combined, _event(async_finish), hook
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from antiphon import AbortedError, Communicator, PeerLostError
-from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, Options, low_latency_calls_of
+from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, Options, check_sent, low_latency_calls_of
 
 __all__ = ["ShrinkingCalls", "ShrunkHandle"]
 
@@ -155,7 +155,15 @@ class ShrinkingCalls:
         return LowLatencyReceived(rows, scales, received.counts, handle)
 
     def combine(
-        self, rows: Tensor, ids: Tensor, weights: Tensor, handle: LowLatencyHandle, out: Tensor | None, options: Options
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        handle: LowLatencyHandle,
+        out: Tensor | None,
+        options: Options,
+        *,
+        format: str = "bf16",
     ) -> Tensor:
         """As :meth:`LowLatencyCalls.combine`, over when it returns."""
         if not isinstance(handle, ShrunkHandle):
@@ -163,6 +171,7 @@ class ShrinkingCalls:
         shape = [*handle.src_info.shape, handle.hidden]
         if list(rows.shape) != shape:
             raise ValueError(f"low_latency_combine: x must be of shape [L, R * M, H] = {shape}, not {list(rows.shape)}")
+        check_sent("low_latency_combine", handle, format)
 
         def call(waits: Tensor | None) -> Tensor:
             if handle.members != self._members:
@@ -170,7 +179,7 @@ class ShrinkingCalls:
             kept = self._kept(rows, handle)
             inner_ids = self._ids(ids, handle.num_experts)
             calls = low_latency_calls_of(self._comm)
-            return calls.combine(kept, inner_ids, weights, handle.inner, out, Options(waits=waits))[0]
+            return calls.combine(kept, inner_ids, weights, handle.inner, out, Options(waits=waits), format=format)[0]
 
         return self._call(rows.device, options.waits, call)
 

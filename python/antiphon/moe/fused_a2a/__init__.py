@@ -2,7 +2,8 @@
 
 Arguments are in the order of release 0.16; names of later releases are taken by keyword. What differs: the gradient of
 ``token_probs`` counts only where the received id is an expert of the receiving rank, which is the exact product; float32, float16
-and float64 are combined as bfloat16 is; gradients may be non-contiguous.
+and float64 are combined as bfloat16 is; gradients may be non-contiguous. The functions over NCCL EP move rows by expert as
+:meth:`antiphon.moe.ExpertParallel.dispatch_by_expert` does.
 """
 
 import sys
@@ -21,6 +22,16 @@ from antiphon.moe.fused_a2a.hybrid import (
     init_hybrid_ep_buffer,
     reset_hybrid_ep_buffer,
 )
+from antiphon.moe.fused_a2a.nccl import (
+    EpBuffer,
+    alloc_ep_symm_buffer,
+    ensure_nccl_ep_bootstrapped,
+    is_nccl_ep_bootstrapped,
+    nccl_ep_combine,
+    nccl_ep_dispatch,
+    nccl_ep_finalize,
+    new_nccl_ep_buffer,
+)
 from antiphon.moe.fused_a2a.normal import (
     FusedCombine,
     FusedDispatch,
@@ -37,6 +48,7 @@ __all__ = [
     "HAVE_TE_EP",
     "HYBRIDEP_TOKEN_ALIGNMENT",
     "Buffer",
+    "EpBuffer",
     "FusedCombine",
     "FusedDispatch",
     "HybridEPBuffer",
@@ -62,14 +74,8 @@ __all__ = [
 
 HAVE_DEEP_EP = True
 HAVE_HYBRIDEP = True
-#: The names of Transformer Engine are its own: here they are ``None``.
-HAVE_TE_EP = False
-alloc_ep_symm_buffer = None
-ensure_nccl_ep_bootstrapped = None
-is_nccl_ep_bootstrapped = None
-nccl_ep_combine = None
-nccl_ep_dispatch = None
-new_nccl_ep_buffer = None
+#: The functions over NCCL EP need nothing of Transformer Engine here.
+HAVE_TE_EP = True
 
 
 class _Module(ModuleType):
@@ -100,8 +106,3 @@ def _check_none(name: str, value: Any) -> None:
 
 
 sys.modules[__name__].__class__ = _Module
-
-
-def nccl_ep_finalize() -> None:
-    """Does nothing: there is nothing of Transformer Engine's to end."""
-

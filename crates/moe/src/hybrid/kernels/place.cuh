@@ -12,6 +12,7 @@ struct place_call {
     u32* padded;          // [local]: the rows of these, with the padding
     u32* overflow;        // whether there is no room for some
     u32* received;        // how many tokens arrive
+    u32* needed;          // how many rows there would be without a limit, with the padding
     u32 local, multiple, limit;
 };
 
@@ -40,7 +41,10 @@ place(const __grid_constant__ arguments a, const __grid_constant__ place_call k)
         }
         k.kept[expert] = kept;
         k.padded[expert] = padded_to(kept, k.multiple);
-        if (expert == k.local - 1) *k.overflow = end > k.limit;
+        if (expert == k.local - 1) {
+            *k.overflow = end > k.limit;
+            *k.needed = base + rows[expert];
+        }
     }
     if (threadIdx.x == 0) {
         u32 received = 0;
