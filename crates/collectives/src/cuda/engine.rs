@@ -19,7 +19,7 @@ use crate::{error::Result, nccl::NcclCollectives};
 #[derive(Debug)]
 pub enum CudaEngine {
     /// Our kernels, over NVLink or PCIe.
-    NvLink(CudaCollectives),
+    NvLink(Box<CudaCollectives>),
     /// NCCL's kernels, over whatever links it finds.
     Nccl(NcclCollectives),
 }
@@ -34,7 +34,7 @@ impl CudaEngine {
         Ok(match comm.several_nodes() {
             None => {
                 let builder = CudaCollectives::builder(comm, context);
-                Self::NvLink(builder.staging_bytes(staging_bytes).build()?)
+                Self::NvLink(Box::new(builder.staging_bytes(staging_bytes).build()?))
             }
             Some(_) => Self::Nccl(NcclCollectives::new(comm, context)?),
         })

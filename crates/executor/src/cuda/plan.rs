@@ -8,7 +8,7 @@ use antiphon_device::{
 };
 use antiphon_fabric::{
     Communicator, FabricError, Operation, Signature,
-    gpu::{MAX_BLOCKS, OnFailure, Tenant, UntilIdle},
+    gpu::{MAX_BLOCKS, OnFailure, UntilIdle},
 };
 use antiphon_plan::{
     Plan, Wiring,
@@ -22,7 +22,7 @@ use super::{
     memory::{Counters, Workspace, Writers},
     prepared::{Key, Prepared},
     registered::{Registries, SharedRegistry},
-    tenants::{Tenants, lock},
+    tenants::{PlanTenant, Tenants, lock},
 };
 use crate::{ExecutorError, PacketKind, error::Result, layout::Checked};
 
@@ -61,7 +61,7 @@ pub struct CudaPlan {
     pub(super) per_multiprocessor: u32,
     pub(super) context: Context,
     pub(super) memory: UntilIdle<Memory>,
-    pub(super) tenant: Arc<Mutex<Tenant>>,
+    pub(super) tenant: Arc<Mutex<PlanTenant>>,
     pub(super) registry: SharedRegistry,
 }
 

@@ -1,7 +1,5 @@
 //! What a plan has for each size that it is prepared for.
 
-use std::sync::atomic::{AtomicU32, Ordering};
-
 use antiphon_device::cuda::DeviceMemory;
 use antiphon_fabric::{Communicator, FabricError, Operation, Signature, gpu::MAX_WORLD};
 use antiphon_operation::Count;
@@ -23,9 +21,6 @@ use crate::{
     error::Result,
     layout::{Base, Mode, Move, Program, Slicing, Target, compile},
 };
-
-/// The number of the next size of a plan that is prepared. A launch of a size need not meet behind one of the same number.
-static NEXT_SIZE: AtomicU32 = AtomicU32::new(1);
 
 /// The bits of a signature's algorithm.
 const IN_PLACE: u8 = 1;
@@ -193,7 +188,7 @@ impl CudaPlan {
             packets,
             packet_bytes,
             halves,
-            size: if self.meets { 0 } else { NEXT_SIZE.fetch_add(1, Ordering::Relaxed).into() },
+            size: if self.meets { 0 } else { lock(&self.tenant).next_size() },
             places: 0,
             bases: Bases::none(),
         };

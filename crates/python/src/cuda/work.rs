@@ -47,7 +47,7 @@ impl Gpu {
         // SAFETY: passed on.
         unsafe {
             let stream = self.context.borrow_stream(stream);
-            self.engine.call_list(&what, &reads, &mut writes, stream)
+            self.engine.call_list(what, &reads, &mut writes, stream)
         }
     }
 
