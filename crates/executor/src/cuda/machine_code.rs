@@ -103,7 +103,8 @@ fn wrong(architecture: Architecture, kernels: &[(String, PlanFamily, usize)]) ->
             needed: &["LDG.128.STRONG.SYS", "STG.128.STRONG.SYS"],
             // Sums are rounded one by one.
             forbidden: &["FFMA", "DFMA"],
-            local_bytes: if architecture == Architecture::SM_80 { 0 } else { 8 }, // a register outside the loops
+            // Registers around the call of `look_around`, which a wait makes when it is late.
+            local_bytes: 48,
         });
         if kernel.shared_bytes > most_shared_bytes(family, architecture, *world_size) {
             found.push(format!("{} bytes of shared memory", kernel.shared_bytes));
