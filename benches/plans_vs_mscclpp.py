@@ -361,7 +361,8 @@ def main() -> None:
     print(table(rows.sorted(), arguments.forms), best_table(fastest), sep="\n\n")
     if arguments.record:
         figures = [vars(row) | {"ratios": row.ratios()} for row in rows.sorted()]
-        facts = {"ranks": ranks, "ranks per GPU": arguments.ranks_per_gpu, "registered": arguments.registered, "libraries": libraries(arguments)}
+        facts: dict[str, Any] = {"ranks": ranks, "ranks per GPU": arguments.ranks_per_gpu, "registered": arguments.registered}
+        facts["libraries"] = libraries(arguments)
         record.write(arguments.record, facts | {"figures": f"{DTYPE}, µs", "notes": notes, "best": fastest, "rows": figures})
     if not any(row.ours for row in rows.rows.values()) or any(row.wrong for row in rows.rows.values()):
         raise SystemExit(1)
