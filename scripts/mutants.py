@@ -58,29 +58,50 @@ access is the system; without it the access is weak."""
 
 ORDERS = "orders::rows_keep_their_order_around_captures_on_2_gpus"
 OPERATIONS = "captured::every_operation_is_captured"
+FUSED = ["fusion::rows_of_one_vector", "orders::fused_calls_keep_their_order_around_captures_on_2_gpus"]
+MIXED = [
+    "mixed::gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus",
+    "mixed::mixed_sums_in_two_hops_have_the_hosts_bits_on_4_gpus",
+    "orders::mixed_calls_keep_their_order_around_captures_on_4_gpus",
+]
 HYBRID = ["hybrid::hybrid_scales_go_along_on_2_gpus", "rings::hybrid_wrapped_rings_end_on_2_gpus"]
+MANY = ["hybrid::hybrid_warps_may_have_many_tokens_on_2_gpus", "rings::hybrid_records_of_many_choices_make_room_on_2_gpus"]
 ROWS = [ORDERS, "rings::wrapped_rings_end_on_2_gpus"]
+GRAPH = "a_graph_replays_the_capacity_form_with_other_choices_on_2_gpus"
+HYBRID_GRAPH = "hybrid::a_graph_replays_the_hybrid_capacity_form_with_other_maps_on_2_gpus"
+REGISTERED = [
+    "registered::symmetric_memory_is_reduced_in_place_and_out_of_it",
+    "repeated::registered_sums_of_the_same_memory_follow_each_other_on_2_gpus",
+]
 FAMILIES = [
-    ("fabric/src/gpu/*", "collectives", ["fusion::rows_of_one_vector", OPERATIONS]),
+    ("fabric/src/gpu/*", "collectives", ["fusion::rows_of_one_vector", OPERATIONS, "faults::a_rank_that_leaves_is_named_long_before_the_deadline"]),
+    ("collectives/src/fusion/gpu/*", "collectives", [*FUSED, "fusion::what_blocks_keep_serves_several_rows_on_2_gpus"]),
+    ("collectives/src/mixed/*", "collectives", MIXED),
     (
-        "collectives/src/fusion/gpu/*",
+        "collectives/src/gather_scatter/blocks/*",
         "collectives",
-        ["fusion::rows_of_one_vector", "orders::fused_calls_keep_their_order_around_captures_on_2_gpus"],
+        [OPERATIONS, "repeated::broadcasts_in_two_hops_follow_each_other_on_3_gpus"],
     ),
+    ("collectives/src/gather_scatter/lists/*", "collectives", ["repeated::lists_of_the_same_memory_follow_each_other_on_2_gpus"]),
     (
-        "collectives/src/mixed/*",
+        "collectives/src/gather_scatter/messages/*",
         "collectives",
-        ["mixed::gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus", "orders::mixed_calls_keep_their_order_around_captures_on_4_gpus"],
+        [OPERATIONS, "orders::a_receive_delays_no_send_on_2_gpus", "repeated::messages_that_wrap_their_rings_follow_each_other_on_4_gpus"],
     ),
     ("collectives/src/gather_scatter/**/*", "collectives", [OPERATIONS, "orders::a_receive_delays_no_send_on_2_gpus"]),
-    ("collectives/src/all_reduce/*", "collectives", ["registered::symmetric_memory_is_reduced_in_place_and_out_of_it"]),
-    ("moe/src/normal/[pr]*", "moe", ROWS + HYBRID),
-    ("moe/src/normal/*", "moe", ROWS),
-    ("moe/src/hybrid/**/*", "moe", HYBRID),
+    ("collectives/src/all_reduce/*", "collectives", REGISTERED),
+    ("moe/src/normal/[pr]*", "moe", ROWS + HYBRID + MANY),
+    ("moe/src/normal/*", "moe", [*ROWS, GRAPH]),
+    ("moe/src/hybrid/kernels/list.cuh", "moe", ["hybrid::hybrid_choices_are_listed_in_turns_on_2_gpus", HYBRID_GRAPH]),
+    ("moe/src/hybrid/**/*", "moe", HYBRID + MANY),
     ("moe/src/low_latency/*", "moe", ["orders::low_latency_calls_keep_their_order_around_captures_on_2_gpus"]),
-    ("moe/src/layout/*", "moe", [ORDERS]),
+    ("moe/src/layout/*", "moe", [ORDERS, GRAPH]),
     ("executor/src/cuda/compiled.cuh", "executor", ["compiled::plans_of_each_kind_are_right_on_2", "graphs::graphs_replay_between_eager_calls_on_2"]),
-    ("executor/src/cuda/*", "executor", ["every_operation_has_the_hosts_bits_on_3", "graphs::graphs_replay_between_eager_calls_on_2"]),
+    (
+        "executor/src/cuda/*",
+        "executor",
+        ["every_operation_has_the_hosts_bits_on_3", "graphs::graphs_replay_between_eager_calls_on_2", "inputs_are_those_of_their_streams_on_2"],
+    ),
 ]
 """Of kernels, by the first of these patterns that has their file: the package and the tests that run them. The hybrid form has the rings and the
 pipeline of the normal one."""
