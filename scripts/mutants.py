@@ -7,6 +7,7 @@
     scripts/mutants.py --baseline                  runs the tests of all families without a mutant, and no more
     scripts/mutants.py --again FILE                of such a file, those that were not caught, with the tests of today; --record has all of them
     scripts/mutants.py --explain FILE              puts reasons that were found since into such a file
+    scripts/mutants.py --passed                    begins with the mutants, as all tests have passed without one before
 
 The emulator's NVRTC changes the text (crates/emulator/src/mutant.rs), so nothing is rebuilt: the test programs are those of
 `make emulated`, in the environment that it sets. Without a mutant all of the tests must pass first; mutants of a family whose tests do not
@@ -58,29 +59,50 @@ access is the system; without it the access is weak."""
 
 ORDERS = "orders::rows_keep_their_order_around_captures_on_2_gpus"
 OPERATIONS = "captured::every_operation_is_captured"
+FUSED = ["fusion::rows_of_one_vector", "orders::fused_calls_keep_their_order_around_captures_on_2_gpus"]
+MIXED = [
+    "mixed::gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus",
+    "mixed::mixed_sums_in_two_hops_have_the_hosts_bits_on_4_gpus",
+    "orders::mixed_calls_keep_their_order_around_captures_on_4_gpus",
+]
 HYBRID = ["hybrid::hybrid_scales_go_along_on_2_gpus", "rings::hybrid_wrapped_rings_end_on_2_gpus"]
+MANY = ["hybrid::hybrid_warps_may_have_many_tokens_on_2_gpus", "rings::hybrid_records_of_many_choices_make_room_on_2_gpus"]
 ROWS = [ORDERS, "rings::wrapped_rings_end_on_2_gpus"]
+GRAPH = "a_graph_replays_the_capacity_form_with_other_choices_on_2_gpus"
+HYBRID_GRAPH = "hybrid::a_graph_replays_the_hybrid_capacity_form_with_other_maps_on_2_gpus"
+REGISTERED = [
+    "registered::symmetric_memory_is_reduced_in_place_and_out_of_it",
+    "repeated::registered_sums_of_the_same_memory_follow_each_other_on_2_gpus",
+]
 FAMILIES = [
-    ("fabric/src/gpu/*", "collectives", ["fusion::rows_of_one_vector", OPERATIONS]),
+    ("fabric/src/gpu/*", "collectives", ["fusion::rows_of_one_vector", OPERATIONS, "faults::a_rank_that_leaves_is_named_long_before_the_deadline"]),
+    ("collectives/src/fusion/gpu/*", "collectives", ["fusion::what_blocks_keep_serves_several_rows_on_2_gpus", *FUSED]),
+    ("collectives/src/mixed/*", "collectives", MIXED),
     (
-        "collectives/src/fusion/gpu/*",
+        "collectives/src/gather_scatter/blocks/*",
         "collectives",
-        ["fusion::rows_of_one_vector", "orders::fused_calls_keep_their_order_around_captures_on_2_gpus"],
+        ["repeated::broadcasts_in_two_hops_follow_each_other_on_3_gpus", OPERATIONS],
     ),
+    ("collectives/src/gather_scatter/lists/*", "collectives", ["repeated::lists_of_the_same_memory_follow_each_other_on_2_gpus"]),
     (
-        "collectives/src/mixed/*",
+        "collectives/src/gather_scatter/messages/*",
         "collectives",
-        ["mixed::gathered_and_scattered_blocks_may_be_uneven_and_empty_on_2_gpus", "orders::mixed_calls_keep_their_order_around_captures_on_4_gpus"],
+        ["repeated::messages_that_wrap_their_rings_follow_each_other_on_4_gpus", OPERATIONS, "orders::a_receive_delays_no_send_on_2_gpus"],
     ),
     ("collectives/src/gather_scatter/**/*", "collectives", [OPERATIONS, "orders::a_receive_delays_no_send_on_2_gpus"]),
-    ("collectives/src/all_reduce/*", "collectives", ["registered::symmetric_memory_is_reduced_in_place_and_out_of_it"]),
-    ("moe/src/normal/[pr]*", "moe", ROWS + HYBRID),
-    ("moe/src/normal/*", "moe", ROWS),
-    ("moe/src/hybrid/**/*", "moe", HYBRID),
+    ("collectives/src/all_reduce/*", "collectives", REGISTERED),
+    ("moe/src/normal/[pr]*", "moe", MANY + ROWS + HYBRID),
+    ("moe/src/normal/*", "moe", [GRAPH, *ROWS]),
+    ("moe/src/hybrid/kernels/list.cuh", "moe", [HYBRID_GRAPH, "hybrid::hybrid_choices_are_listed_in_turns_on_2_gpus"]),
+    ("moe/src/hybrid/**/*", "moe", MANY + HYBRID),
     ("moe/src/low_latency/*", "moe", ["orders::low_latency_calls_keep_their_order_around_captures_on_2_gpus"]),
-    ("moe/src/layout/*", "moe", [ORDERS]),
+    ("moe/src/layout/*", "moe", [GRAPH, ORDERS]),
     ("executor/src/cuda/compiled.cuh", "executor", ["compiled::plans_of_each_kind_are_right_on_2", "graphs::graphs_replay_between_eager_calls_on_2"]),
-    ("executor/src/cuda/*", "executor", ["every_operation_has_the_hosts_bits_on_3", "graphs::graphs_replay_between_eager_calls_on_2"]),
+    (
+        "executor/src/cuda/*",
+        "executor",
+        ["every_operation_has_the_hosts_bits_on_3", "graphs::graphs_replay_between_eager_calls_on_2", "inputs_are_those_of_their_streams_on_2"],
+    ),
 ]
 """Of kernels, by the first of these patterns that has their file: the package and the tests that run them. The hybrid form has the rings and the
 pipeline of the normal one."""
@@ -160,14 +182,25 @@ def programs() -> dict[str, str]:
 
 
 def run(program: str, tests: list[str], capability: str, mutant: str, limit: float) -> tuple[str, float, str]:
-    """The outcome, the seconds and the report. What hangs is not counted as caught: a machine that is busy is slow, too."""
+    """The outcome, the seconds and the report, of one test after the other up to the first that fails."""
+    seconds = 0.0
+    for test in tests:
+        outcome, more, report = run_one(program, test, capability, mutant, limit)
+        seconds += more
+        if outcome != "survives":
+            return outcome, seconds, report
+    return "survives", seconds, ""
+
+
+def run_one(program: str, test: str, capability: str, mutant: str, limit: float) -> tuple[str, float, str]:
+    """The same of one test. What hangs is not counted as caught: a machine that is busy is slow, too."""
     # With a seed stores come late, so that a value shows what no race does.
     variables = {"RACES": "first", "MUTANT": mutant, "CAPABILITY": capability}
     environment = {"ANTIPHON_EMULATOR_SEED": "1"} | os.environ | {f"ANTIPHON_EMULATOR_{name}": value for name, value in variables.items()}
     start = time.monotonic()
     try:
         done = subprocess.run(
-            [program, "--test-threads", "1", "--exact", *tests], env=environment, capture_output=True, text=True, timeout=limit
+            [program, "--test-threads", "1", "--exact", test], env=environment, capture_output=True, text=True, timeout=limit
         )
     except subprocess.TimeoutExpired:
         return "hangs", time.monotonic() - start, ""
@@ -193,6 +226,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--baseline", action="store_true")
+    parser.add_argument("--passed", action="store_true", help="the tests have passed without a mutant")
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose change contains this")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="of one mutant")
@@ -213,8 +247,8 @@ def main() -> int:
         known = [mutant for mutant in all_of_them if mutant.outcome in CAUGHT or arguments.only not in mutant.change]
         changes = {mutant.change for mutant in known}
         chosen = [mutant for mutant in all_of_them if mutant.change not in changes]
-    # Mixed, so that a run that is cut short has some of all files.
-    chosen.sort(key=lambda mutant: hashlib.sha1(mutant.change.encode()).digest())
+    # Those of which nothing is known first, and mixed, so that a run that is cut short has some of all files.
+    chosen.sort(key=lambda mutant: (mutant.outcome != "", hashlib.sha1(mutant.change.encode()).digest()))
     if arguments.list:
         print(*(mutant.change for mutant in chosen), sep="\n")
         return 0
@@ -228,6 +262,8 @@ def main() -> int:
         return (family, *run(built[package], tests, capability, "", 4 * arguments.limit))
 
     families = sorted({(mutant.package, mutant.capability, *mutant.tests) for mutant in chosen})
+    if arguments.passed:
+        limits, families = dict.fromkeys(families, arguments.limit), []
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for family, outcome, seconds, report in pool.map(without, families):
             print(f"{' '.join(family)}: {outcome} in {seconds:.0f} s without a mutant\n{report}".rstrip(), flush=True)

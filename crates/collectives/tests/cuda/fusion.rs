@@ -5,6 +5,7 @@ use antiphon_collectives::{
     fusion::{Accumulation, FusedAllReduce, InPlace},
 };
 use antiphon_tensor::{DType, Device, ScaleLayout, TensorView, TensorViewMut, quantize::TokenRule};
+use antiphon_testing::sized;
 
 use crate::{
     fused::{Case, Form, From, Fused, Norm, Residual},
@@ -415,6 +416,17 @@ fn refuses(rank: &Rank, behind: usize, elements: usize, why: Option<&str>) -> Ou
         (Err(error), Some(why)) if error.to_string().contains(why) => Ok(()),
         (outcome, _) => Err(format!("{behind} behind, {elements} elements: {outcome:?}").into()),
     }
+}
+
+/// Weights, contributions, and the largest magnitudes of a block's groups; with more rows than there are teams.
+#[test]
+fn what_blocks_keep_serves_several_rows_on_2_gpus() {
+    on_gpus(2, |rank| {
+        let norm = Case::new(DType::BF16, sized(400, 30), 7168);
+        rank.fuse_by_all(Case { residual: Residual::No, residual_out: false, ..norm })?;
+        rank.fuse_by_all(Case { from: From::Experts(2), tokens: 7, hidden: 1024, ..norm })?;
+        rank.fuse_by_all(Case::quantized(DType::BF16, sized(400, 60), 768, Form::Fp8Groups(12)))
+    });
 }
 
 #[test]

@@ -17,6 +17,7 @@ mod mixed;
 mod mixed_graphs;
 mod orders;
 mod registered;
+mod repeated;
 mod streams;
 mod tenants;
 

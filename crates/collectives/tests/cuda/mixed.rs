@@ -130,6 +130,19 @@ fn mixed_sums_of_long_blocks_have_the_hosts_bits_on_4_gpus() {
 }
 
 #[test]
+fn mixed_sums_in_two_hops_have_the_hosts_bits_on_4_gpus() {
+    on_gpus(4, |rank| {
+        let mixed = Mixed::new(rank, 2)?;
+        for op in FUSED {
+            let call = MixedCall::from(op).mode(MixedMode::Bytes1);
+            mixed.compare::<f32>(call, 1000, 0)?;
+            mixed.compare::<f32>(call.counts(&[1000, 3][..]), 0, 1)?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
 fn mixed_sums_have_the_hosts_bits_on_6_gpus() {
     every_layout_and_type(6);
 }

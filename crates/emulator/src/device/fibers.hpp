@@ -280,6 +280,11 @@ RUNTIME void leave_meeting(meeting& m) {
 RUNTIME void end_thread() {
     fiber& me = *current;
     block& b = *current_block;
+    if (check)
+        for (size_t at = 0; at < me.bulk.begun.len; ++at) {
+            const copy& c = me.bulk.begun.items[at];
+            if (c.bytes && !c.taken) check->end_shared(c.from, c.bytes);
+        }
     me.small.wait_all();
     me.bulk.wait_all();
     me.over = true;

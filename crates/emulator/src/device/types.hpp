@@ -105,6 +105,8 @@ struct launch {
 // What checks the order of accesses, in the library: races/hooks.rs has the same layout. Null without checks.
 struct checks {
     void (*end_thread)();
+    // The thread ends, and with its block this shared memory, which one of its copies reads.
+    void (*end_shared)(const void* at, size_t bytes);
     void (*weak)(const void* at, size_t pc, unsigned what);
     // No other thread accesses the place between `enter` and `leave`.
     void* (*enter)(const void* at, size_t pc, unsigned what, unsigned bytes, unsigned unit);

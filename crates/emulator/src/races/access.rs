@@ -22,6 +22,9 @@ pub(super) const SEQUENTIAL: u32 = 1 << 18;
 pub(super) const COPY: u32 = 1 << 14;
 pub(super) const ASYNC: u32 = 1 << 15;
 
+/// In place of an instruction: the end of a thread, with which its shared memory may go.
+pub(super) const END: u64 = 1;
+
 /// In place of a reader: there were more than are remembered.
 pub(super) const CROWD: Id = Id::MAX;
 

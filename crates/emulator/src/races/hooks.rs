@@ -1,7 +1,7 @@
 //! What programs call: the functions of `checks` in device/types.hpp.
 
 use super::{
-    access::{READ, SEQUENTIAL, WRITE},
+    access::{END, READ, SEQUENTIAL, WRITE},
     is_checking,
     shadow::{self, Shard},
     threads,
@@ -12,6 +12,7 @@ use crate::schedule;
 #[repr(C)]
 pub(crate) struct Checks {
     end_thread: unsafe extern "C" fn(),
+    end_shared: unsafe extern "C" fn(usize, usize),
     weak: unsafe extern "C" fn(usize, usize, u32),
     enter: unsafe extern "C" fn(usize, usize, u32, u32, u32) -> *const Shard,
     older: unsafe extern "C" fn(usize, *mut u8, u32) -> bool,
@@ -34,6 +35,7 @@ pub(crate) struct Checks {
 
 pub(crate) static CHECKS: Checks = Checks {
     end_thread,
+    end_shared,
     weak,
     enter,
     older,
@@ -56,6 +58,12 @@ pub(crate) static CHECKS: Checks = Checks {
 
 unsafe extern "C" fn end_thread() {
     threads::with(|block| block.end_thread());
+}
+
+unsafe extern "C" fn end_shared(at: usize, bytes: usize) {
+    if is_checking() {
+        threads::with(|block| block.access(at, bytes, END, WRITE));
+    }
 }
 
 unsafe extern "C" fn weak(at: usize, pc: usize, what: u32) {

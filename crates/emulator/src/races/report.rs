@@ -9,7 +9,7 @@ use std::{
 
 use super::{
     Mode,
-    access::{ACQUIRE, ASYNC, CONSTANT, COPY, Missing, READ, RELEASE, Race, STRONG, WRITE, scope_of},
+    access::{ACQUIRE, ASYNC, CONSTANT, COPY, END, Missing, READ, RELEASE, Race, STRONG, WRITE, scope_of},
     clocks::{Id, LANES},
     grids::{Grid, SCOPES},
     mode,
@@ -63,12 +63,15 @@ pub(super) fn race(race: &Race, grid: &Arc<Grid>) {
     let reports = reports.get_or_insert_default();
     let (first, second) = (race.first, &race.second);
     let pair = [first.pc(), second.pc].map(|pc| place(&mut reports.places, pc));
-    if pair.iter().any(|place| is_allowed(&reports.allowed, place)) || !reports.pairs.insert(pair.clone()) {
+    let memory = crate::memory::region_of(race.at as u64);
+    let mut allowed = pair.iter().map(|place| is_allowed(&reports.allowed, place));
+    // A copy that may race reads global memory; whoever looks at what it leaves in shared memory waits for it.
+    let is_free = if memory.is_some() { allowed.any(|is| is) } else { allowed.all(|is| is) };
+    if is_free || !reports.pairs.insert(pair.clone()) {
         return;
     }
     let before = Grid::of(first.id);
     let whom = before.as_ref().map_or("a thread that is gone".to_owned(), |of| thread(of, first.id));
-    let memory = crate::memory::region_of(race.at as u64);
     let memory =
         memory.map_or("shared memory".to_owned(), |region| format!("memory of GPU {}", region.device));
     let text = format!(
@@ -153,6 +156,9 @@ fn thread(grid: &Grid, id: Id) -> String {
 fn place(known: &mut HashMap<u64, String>, pc: u64) -> String {
     if pc == 0 {
         return "a copy or a fill by the driver".to_owned();
+    }
+    if pc == END {
+        return "the end of the thread, with which its shared memory may go".to_owned();
     }
     known.entry(pc).or_insert_with(|| found(pc).unwrap_or_else(|| format!("{pc:#x}"))).clone()
 }

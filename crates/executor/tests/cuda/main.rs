@@ -152,6 +152,34 @@ fn every_operation(options: CudaOptions) {
     }
 }
 
+/// Inputs that each rank writes in its stream behind the call before, while no host waits; peers read them at once.
+fn inputs_of_streams(world_size: usize) {
+    let plan = proved(plans::get_at_once(world_size as u32).unwrap());
+    on_gpus(world_size, |rank| {
+        let mut both = Both::load(rank, &plan, CudaOptions::default())?;
+        both.prepare::<f32>(64)?;
+        let inputs =
+            (0..4).map(|seed| both.call::<f32>(64, 0, seed)).collect::<harness::Outcome<Vec<_>>>()?;
+        let mut call = both.call::<f32>(64, 0, 4)?;
+        rank.comm.barrier()?;
+        for input in &inputs {
+            both.take_input(&mut call, input)?;
+            both.queue(&call)?;
+        }
+        both.check(&call, "with inputs of the stream")
+    });
+}
+
+#[test]
+fn inputs_are_those_of_their_streams_on_2() {
+    inputs_of_streams(2);
+}
+
+#[test]
+fn inputs_are_those_of_their_streams_on_3() {
+    inputs_of_streams(3);
+}
+
 #[test]
 fn every_operation_has_the_hosts_bits_on_3() {
     every_operation(INTERPRETED);

@@ -209,6 +209,22 @@ pub fn get_all_gather(ranks: u32, blocks: u32) -> Result<Plan> {
     program.plan()
 }
 
+/// Every rank fetches every rank's input as soon as all have come; they meet behind it, so that no input changes before.
+pub fn get_at_once(ranks: u32) -> Result<Plan> {
+    let program = Program::new("get_at_once", &Collective::all_gather(ranks, 1), Options::default());
+    let mesh = Mesh::new(&program)?;
+    for own in 0..ranks {
+        let rank = program.rank(own)?;
+        rank.copy(rank.output().chunk(own.into())?, rank.input().chunk(0)?, 0)?;
+        for peer in (0..ranks).filter(|&peer| peer != own) {
+            let there = program.rank(peer)?.input().chunk(0)?;
+            mesh.at(own, peer).get(rank.output().chunk(peer.into())?, there, 0)?;
+        }
+    }
+    mesh.meet(0)?;
+    program.plan()
+}
+
 /// All-gather in place: the input is a part of the output.
 pub fn in_place_all_gather(ranks: u32) -> Result<Plan> {
     let collective = Collective::all_gather(ranks, 1).inplace(true);

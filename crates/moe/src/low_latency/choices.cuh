@@ -102,7 +102,6 @@ DEVICE void time_waits(const arguments& a, reader& r, const low_latency_call& k)
         });
         k.waits[from] += global_ns() - start;
     }
-    __syncwarp();
 }
 
 // A vector of the message that has this rank's choices.

@@ -46,13 +46,12 @@ DEVICE void bulk_load(void* to, const void* from, u32 bytes, u64* arrived) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(arrived)) : "memory");
 }
-// Makes a barrier of one thread's bulk loads for each of `count` stages.
+// Makes a barrier of the first lane's bulk loads for each of `count` stages; that lane alone uses them.
 DEVICE void bulk_barriers(u64* arrived, u32 count) {
     if (lane_id() == 0)
         for (u32 s = 0; s < count; ++s)
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(shared_address(arrived + s)) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    __syncwarp();
 }
 DEVICE void bulk_wait(u64* arrived, u32 parity) {
     u32 is_there = 0;
@@ -77,7 +76,9 @@ constexpr u32 LAG = FLAG_WARPS ? 8 : 4;    // stores that may be, when a sender 
 constexpr u32 EVERY = FLAG_WARPS ? 1 : 8;  // stores: how often it looks
 // Pieces that are begun and not stored yet, at least AHEAD + 1: those that are loaded, and those that are gathered beside them.
 constexpr u32 PENDING = AHEAD == 1 ? 4 : 16;
-constexpr u32 FLAGS = FLAG_WARPS ? 16 : 32; // that are not raised yet, more than LAG + EVERY
+constexpr u32 FLAGS = FLAG_WARPS ? 16 : 32; // that are not raised yet
+// A sender that waits for room for a flag has stored all, and another warp has flags to raise; one that raises its own always has room.
+static_assert(FLAGS > LAG + EVERY + (FLAG_WARPS ? 0 : PENDING), "each flag stands behind a store of its own");
 
 // A fence between GPUs takes as long as some rows do. With FLAG_WARPS the senders of a block leave it to one warp to raise their
 // flags, which does so for all records that are done by then; else a sender raises its own, those of some pieces behind one fence.
@@ -167,12 +168,7 @@ struct pipeline {
         for (;;) {
             const bool is_full = begun - stored == PENDING || (is_loaded && loaded - loads_stored == AHEAD);
             if (!is_full && !(is_flagged && flagged - ld_acquire_block(&mine.raised) >= FLAGS)) return;
-            if (stored < begun) {
-                store_next();
-            } else if (!FLAG_WARPS) {
-                bulk_stores_done<0>();
-                finish_until(stored);
-            }
+            if (stored < begun) store_next();
         }
     }
     DEVICE void begin(u8* to, u32 from, u32 bytes, u32 stage, bool is_last, signals after) {
@@ -202,7 +198,7 @@ struct pipeline {
 
     // Copies `bytes` bytes, a multiple of 16.
     DEVICE void copy(u8* to, const u8* from, u32 bytes, signals after) {
-        __syncwarp();
+        __syncwarp(); // another lane may have acquired what is copied, or the place that it is copied to
         if (lane_id() != 0) return;
         for (u32 at = 0; at < bytes; at += STAGE_BYTES) {
             const u32 size = min(STAGE_BYTES, bytes - at), stage = loaded % STAGES;
@@ -279,7 +275,6 @@ struct pipeline {
                 finish_until(stored);
             }
         }
-        __syncwarp();
     }
     // At the end.
     DEVICE void finish() {
@@ -336,7 +331,7 @@ struct pipeline {
         if (after.raised != nullptr) st_release_sys(after.raised, after.value);
         if (after.counted != nullptr) red_add_release_sys(after.counted, 1u);
     }
-    DEVICE void drain() { __syncwarp(); }
+    DEVICE void drain() {}
     DEVICE void finish() {}
     static DEVICE void see() {}
     static DEVICE void prepare() {}

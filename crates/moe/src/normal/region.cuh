@@ -77,11 +77,11 @@ struct free_places {
     static DEVICE bool is_free(const arguments& a, const region_call& g, const turn& t, u32 peer, u32 number) {
         return ld_acquire_sys((const u32*)(a.own + count_at(a, g, t, peer, number))) + 1 >= round_of(g, number) * g.half;
     }
-    // Of the whole warp, when a lane has found a place free that was not known to be, before the warp sends there.
+    // Of the whole warp, when a lane has found a place free that was not known to be, before the warp sends there. A vote orders nothing: the
+    // copy behind it begins with a meeting of the lanes.
     template <class Copies> static DEVICE void learn(Copies& copies, const region_call& g, bool has_found, u32 number) {
         if (!__any_sync(WHOLE_WARP, has_found)) return;
         if (has_found) until() = (number / g.half + 1) * g.half;
-        __syncwarp(); // a vote orders nothing: what one lane has acquired another overwrites
         copies.see();
     }
 };

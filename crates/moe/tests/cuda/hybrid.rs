@@ -7,11 +7,12 @@ use antiphon_moe::{
     hybrid::cuda::{CudaHybridHandle, HybridWords},
 };
 use antiphon_tensor::DType;
+use antiphon_testing::sized;
 
 use crate::{
-    OnGpu, Outcome, REPLAYS, Rank,
+    OnGpu, Outcome, Rank,
     hybrid_case::{Choice, HybridCase, Inputs},
-    on_gpus,
+    on_gpus, replays,
     tensor::Tensor,
 };
 
@@ -315,6 +316,28 @@ fn hybrid_scales_go_along_on_2_gpus() {
     });
 }
 
+/// Of so many tokens that the choices of a block are listed in several turns.
+#[test]
+fn hybrid_choices_are_listed_in_turns_on_2_gpus() {
+    on_gpus(2, MoeConfig { num_sms: 1, ..MoeConfig::for_gpus() }, |rank| {
+        let case =
+            HybridCase { tokens: vec![100, 3], choice: Choice::OneIn(200), ..HybridCase::new(2, 1024) };
+        check(rank, &case)
+    });
+}
+
+/// Where a warp gathers many times what travels beside rows, and writes many sums without a wait in between.
+#[test]
+fn hybrid_warps_may_have_many_tokens_on_2_gpus() {
+    on_gpus(2, MoeConfig { num_sms: 1, ..MoeConfig::for_gpus() }, |rank| {
+        for probs in [true, false] {
+            let case = HybridCase { scales: Some(DType::F32), hidden: 128, probs, ..HybridCase::new(2, 4) };
+            check(rank, &HybridCase { dtype: DType::U8, tokens: vec![300, 200], ..case })?;
+        }
+        Ok(())
+    });
+}
+
 /// Some tens of pieces, each of some tens of rows; of a capacity that drops all rows of some tokens.
 #[test]
 fn hybrid_pieces_have_the_hosts_bits_on_2_gpus() {
@@ -331,13 +354,14 @@ fn hybrid_pieces_have_the_hosts_bits_on_2_gpus() {
     });
 }
 
+/// The graph has all calls twice, on the same memory, so each kernel may begin before the one ahead has ended.
 #[test]
 fn a_graph_replays_the_hybrid_capacity_form_with_other_maps_on_2_gpus() {
     on_gpus(2, MoeConfig::for_gpus(), |rank| {
         let case = |seed| HybridCase {
             seed,
-            capacity: Some(vec![1024, 800]),
-            tokens: vec![300, 200],
+            capacity: Some(sized(vec![1024, 800], vec![200, 160])),
+            tokens: sized(vec![300, 200], vec![60, 40]),
             hidden: 1024,
             ..HybridCase::new(2, 8)
         };
@@ -345,14 +369,17 @@ fn a_graph_replays_the_hybrid_capacity_form_with_other_maps_on_2_gpus() {
         calls.run(rank)?; // kernels are loaded
         rank.stream.borrow().synchronize()?;
         let graph = Graph::capture(&rank.stream, |_| -> Outcome {
-            let mut handle = Calls::notify(rank, &calls.case, &calls.map, &mut calls.words)?;
-            // SAFETY: all memory outlives the graph.
-            unsafe { handle.keep_places_in(calls.places.view_mut(), rank.moe.device()) }?;
-            calls.handle = handle;
-            calls.run(rank)
+            for _ in 0..2 {
+                let mut handle = Calls::notify(rank, &calls.case, &calls.map, &mut calls.words)?;
+                // SAFETY: all memory outlives the graph.
+                unsafe { handle.keep_places_in(calls.places.view_mut(), rank.moe.device()) }?;
+                calls.handle = handle;
+                calls.run(rank)?;
+            }
+            Ok(())
         })?;
         let graph = graph.instantiate()?;
-        for seed in REPLAYS {
+        for seed in replays() {
             let case = case(seed);
             let expected = on_host(rank, &case)?;
             let inputs = case.inputs(rank.comm.rank());

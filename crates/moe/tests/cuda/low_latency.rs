@@ -10,12 +10,13 @@ use antiphon_moe::{
     },
 };
 use antiphon_tensor::DType;
+use antiphon_testing::sized;
 
 use crate::{
-    OnGpu, Outcome, REPLAYS, Rank,
+    OnGpu, Outcome, Rank,
     case::{Case, Choice},
     low_latency_case::{LowLatencyCase, Received},
-    on_gpus,
+    on_gpus, replays,
     tensor::Tensor,
 };
 
@@ -403,7 +404,7 @@ fn a_graph_replays_low_latency_calls_with_changing_choices_on_2_gpus() {
             Ok::<_, Box<dyn std::error::Error + Send + Sync>>(())
         })?;
         let graph = graph.instantiate()?;
-        for seed in REPLAYS.step_by(20) {
+        for seed in replays().step_by(sized(20, 1)) {
             let case = case(seed);
             let next = Calls::new(rank, &case)?;
             for (to, from) in [

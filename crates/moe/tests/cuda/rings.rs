@@ -17,7 +17,11 @@ const RECORD_BYTES: usize = 384;
 const TOKENS: usize = 96;
 
 fn config(world: usize, places: usize, num_sms: u32) -> MoeConfig {
-    let region_bytes = 3 * (world - 1) * places * RECORD_BYTES; // a ring for each peer in each of three slots
+    for_records(RECORD_BYTES, world, places, num_sms)
+}
+
+fn for_records(bytes: usize, world: usize, places: usize, num_sms: u32) -> MoeConfig {
+    let region_bytes = 3 * (world - 1) * places * bytes; // a ring for each peer in each of three slots
     MoeConfig { region_bytes, num_sms, ..MoeConfig::for_gpus() }
 }
 
@@ -67,4 +71,19 @@ worlds! {
     wrapped_rings_end_on_8_gpus hybrid_wrapped_rings_end_on_8_gpus of 8: [(2, 1), (6, 2)];
     // Most warps have nothing to send, and wait beside those that have.
     rings_of_24_multiprocessors_end_on_3_gpus hybrid_rings_of_24_multiprocessors_end_on_3_gpus of 3: [(2, 24), (16, 24)];
+}
+
+/// Tokens that choose more experts of a rank than a warp has lanes; a receiver counts a record as read also if it drops all of its rows.
+#[test]
+fn hybrid_records_of_many_choices_make_room_on_2_gpus() {
+    const LOCAL: usize = 40;
+    let words = 4 * 2 * LOCAL; // a choice and a prob for each expert
+    on_gpus(2, for_records((256 + words).next_multiple_of(128), 2, 2, 1), |rank| {
+        let case = HybridCase { choice: HybridChoice::OneIn(1), hidden: 64, ..HybridCase::new(2, LOCAL) };
+        let case = HybridCase { dtype: DType::F32, tokens: vec![24; 2], pad_multiple: Some(1), ..case };
+        for capacity in [None, Some(vec![0, 1000])] {
+            check_hybrid(rank, &HybridCase { capacity, ..case.clone() })?;
+        }
+        check_hybrid(rank, &HybridCase { probs: false, ..case })
+    });
 }

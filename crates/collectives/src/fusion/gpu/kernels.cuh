@@ -96,8 +96,7 @@ DEVICE bool reduce_ahead(reader& r, const turn& t, const fused& f, const row_tea
             if (i + n * step < end) publish(a, t, i + n * step, sum);
         }
     }
-    copies_wait_all();
-    return alive;
+    return alive; // only a wait in vain leaves copies under way, and nobody looks at what they bring
 }
 
 // Every rank gets all vectors and reduces them. The thread that sends a vector also writes the results for it.
@@ -113,7 +112,7 @@ DEVICE void one_shot(const arguments& a, const fused& f, row_team& team) {
         const auto send = [&](u32 index, uint4 v) {
             v = without_empty(v);
             push(a, t, a.rank, index, v);
-            if (KEEPS_OWN) store16_volatile(a.own + lane_at(a, t.slot, a.rank) + index * 16, v);
+            if (KEEPS_OWN) store16(a.own + lane_at(a, t.slot, a.rank) + index * 16, v); // this thread loads it, and no other
         };
         if (has_any) send(start, first);
         for (u32 row = team.index; !SHORT && row < f.count; row += team.teams)

@@ -14,13 +14,12 @@ struct row_team {
     u32 thread, threads; // in the team
     u32 exchanges;       // done so far
 
-    // Called before the first wait.
+    // Called before the first wait. The threads of a block meet when the call advances, and then may exchange.
     DEVICE row_team(const fused& f)
         : index(cluster_index()), teams(cluster_count()), rank(cluster_rank()), blocks(cluster_size()),
           thread(rank * blockDim.x + threadIdx.x), threads(blocks * blockDim.x), exchanges(0) {
         for (u32 i = threadIdx.x; i < 2 * WORDS * f.slices; i += blockDim.x) shares()[i] = 0;
         if (blocks > 1) cluster_arrive();
-        else __syncthreads();
     }
 
     // Called before the first exchange, and long after the start.

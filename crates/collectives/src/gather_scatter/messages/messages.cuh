@@ -85,7 +85,8 @@ DEVICE bool send_ring(const arguments& a, const messages& m, waiter& patience, u
     u32 n = first, known = ld_acquire_sys(&state->dirty_upper);
     for (u32 row = channel; row < total; row += SENT * CHANNELS) {
         const u32 left = (total - row + CHANNELS - 1) / CHANNELS, count = left < SENT ? left : SENT;
-        if (n + count - known > RING) {
+        // Lanes may have seen different reports: all wait if one has to.
+        if (__any_sync(WHOLE_WARP, n + count - known > RING)) {
             // The rows are empty once the receiver has reported it: the acquire pairs with the release in `receive_ring`.
             const bool has_room = wait_for(a, patience, peer, [&] {
                 known = ld_acquire_sys(&state->dirty_upper);

@@ -45,6 +45,13 @@ fn a_bulk_store_is_waited_for() {
         BLOCK,
         "a wait for the first",
     );
+    cases.is_right("bulk_source_read_at_the_end", &bulk_store(&before, READ), BLOCK);
+    cases.is_wrong(
+        "bulk_source_not_read_at_the_end",
+        &bulk_store(&before, ""),
+        BLOCK,
+        "the end of the thread",
+    );
     cases.is_right("bulk_target_done", &bulk_store(&before, &format!("{DONE} data[64] = data[0];")), BLOCK);
     cases.is_wrong(
         "bulk_target_read_only",
@@ -143,5 +150,12 @@ fn what_a_copy_has_seen_may_be_overwritten_behind_it_if_the_copy_may_race() {
     let launches = [on(0), on(1), Launch { behind: Some(1), ..on(1) }];
     cases.is_right("seen_by_a_copy", &text(" // races: each word tells whether it came"), &launches);
     cases.is_wrong("seen_by_a_copy_that_races", &text(""), &launches, "no release");
+    // The reason is about what the copy reads.
+    let early = "alignas(16) __shared__ u32 box[4];
+        if (t == 0) {
+            asm volatile(\"cp.async.cg.shared.global [%0], [%1], 16;\" :: \"r\"(ADDRESS(box)), \"l\"(data) : \"memory\"); // races: each word tells whether it came
+            data[8] = box[0];
+        }";
+    cases.is_wrong("a_copy_that_may_race_is_waited_for", early, BLOCK, "a wait for the first");
     cases.check();
 }

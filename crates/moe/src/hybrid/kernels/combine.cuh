@@ -35,9 +35,8 @@ struct terms {
         __shared__ u32 all[THREADS / 32][MAX_LOCAL];
         return all[threadIdx.x / 32];
     }
-    // The terms of a received token; none if `is_one` is false.
+    // The terms of a received token; none if `is_one` is false. The lanes have met since they used those of the token before.
     DEVICE terms(const hybrid_sums_call& k, bool is_one, u32 token) : places(of_warp()), count(0), token(token) {
-        __syncwarp();
         for (u32 first = 0; is_one && first < k.local; first += 32) {
             const u32 expert = first + lane_id();
             const u64 place = (u64)token * k.local + expert;

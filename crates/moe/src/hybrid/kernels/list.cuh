@@ -45,8 +45,7 @@ count_choices(const __grid_constant__ arguments a, const __grid_constant__ list_
                 if (word != 0) atomicAdd(counts + expert - begin, __popc(word));
             }
             __syncthreads();
-            for (u32 i = threadIdx.x; i < experts; i += THREADS) k.of_chunk[(u64)chunk * k.experts + begin + i] = counts[i];
-            __syncthreads(); // the counts have been read
+            for (u32 i = threadIdx.x; i < experts; i += THREADS) k.of_chunk[(u64)chunk * k.experts + begin + i] = counts[i]; // which this thread makes 0 again
         }
     }
 }
