@@ -80,7 +80,8 @@ impl Scale {
     pub fn of(block: &[bf16]) -> Option<Self> {
         let magnitudes = || block.iter().map(|&x| magnitude(x));
         let (largest, smallest) = (magnitudes().max()?, magnitudes().min()?);
-        if largest >= 127 << 7 || largest < 34 << 7 || smallest == largest {
+        let is_served = (34 << 7..127 << 7).contains(&largest);
+        if !is_served || smallest == largest {
             return None;
         }
         let exponent = largest >> 7;
