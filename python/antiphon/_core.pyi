@@ -724,6 +724,7 @@ class PlanCollection:
         *,
         dtypes: Sequence[DTypeName] | None = None,
         packets: Literal["ll8", "ll16"] = "ll16",
+        form: Literal["auto", "compiled", "interpreted"] = "auto",
         most_scratch: int | None = None,
     ) -> None:
         """Loads a plan, as :meth:`Communicator.load_plan`, for arrays of these dtypes, or of all. All ranks call it together. It raises

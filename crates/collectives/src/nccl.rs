@@ -16,7 +16,8 @@ use std::ops::Range;
 use antiphon_device::{
     ReduceOp,
     cuda::{
-        Context, CudaError, DeviceMemory, DevicePointer, Nccl, NcclCommunicator, NcclVersion, StreamRef, UniqueId,
+        Context, CudaError, DeviceMemory, DevicePointer, Nccl, NcclCommunicator, NcclVersion, StreamRef,
+        UniqueId,
     },
 };
 use antiphon_fabric::{Communicator, FabricError, Operation};

@@ -64,8 +64,9 @@ impl Gpus {
         queue.run(|comm| {
             collection.with(self, |plans| {
                 // The plans' lock comes before the collectives'.
-                let open =
-                    self.collectives.with_open(collection.device, |gpu| work(comm, plans, &gpu.collectives));
+                let open = self.collectives.with_open(collection.device, |gpu| {
+                    work(comm, plans, gpu.engine.nvlink("a collection of plans")?)
+                });
                 open.unwrap_or_else(|| Err(super::closed().into()))
             })
         })

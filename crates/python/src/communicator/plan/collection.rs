@@ -7,7 +7,7 @@ use antiphon::{
     operation::Operation,
     prelude::{DType, FabricError},
 };
-use antiphon_executor::{AlgorithmCollection, ExecutorError, Options, cuda::CudaOptions};
+use antiphon_executor::{AlgorithmCollection, ExecutorError, Options};
 use antiphon_plan::verify::Memory;
 use pyo3::{
     exceptions::{PyNotImplementedError, PyValueError},
@@ -177,20 +177,21 @@ impl PlanCollection {
     }
 
     #[doc = stub!("PlanCollection.add")]
-    #[pyo3(signature = (plan, *, dtypes = None, packets = "ll16", most_scratch = None))]
+    #[pyo3(signature = (plan, *, dtypes = None, packets = "ll16", form = "auto", most_scratch = None))]
     fn add(
         &self,
         py: Python<'_>,
         plan: &Bound<'_, PyAny>,
         dtypes: Option<Vec<DTypeName>>,
         packets: &str,
+        form: &str,
         most_scratch: Option<Count>,
     ) -> Result<()> {
         let (comm, source) = (self.comm()?, Source::of(plan)?);
         let dtypes = dtypes.iter().flatten().map(dtype_of).collect::<PyResult<Vec<_>>>()?;
         let place = self.device().map_or(Place::Host, |device| Place::Cuda(Some(device)));
-        let how = HowLoaded { place, packets, most_scratch };
-        let (queue, packets, device) = (comm.queue()?, how.packets()?, how.device(py)?);
+        let how = HowLoaded { place, packets, form, most_scratch };
+        let (queue, options, device) = (comm.queue()?, how.on_gpus()?, how.device(py)?);
         let mut unread = None;
         let added = interrupt::detached(py, || {
             let memory = if device.is_some() { Memory::Device } else { Memory::Host };
@@ -200,16 +201,13 @@ impl PlanCollection {
                 (plan.name.clone().unwrap_or_default(), plan.collective.clone())
             });
             match &self.plans {
-                Plans::Gpu(gpu) => {
-                    let most_scratch =
-                        most_scratch.map_or(CudaOptions::default().most_scratch, |bytes| bytes.0);
-                    let options = CudaOptions { packets, most_scratch };
-                    gpu.add(comm.gpus(), &queue, proved, &dtypes, options)?;
-                }
+                Plans::Gpu(gpu) => gpu.add(comm.gpus(), &queue, proved, &dtypes, options)?,
                 Plans::Host(plans) => queue.run(|comm| {
                     let plan = comm.agree("has no plan that can run", proved)?;
                     match &mut *plans.lock().unwrap_or_else(PoisonError::into_inner) {
-                        Some(collection) => collection.add(comm, &plan, &dtypes, Options { packets }),
+                        Some(collection) => {
+                            collection.add(comm, &plan, &dtypes, Options { packets: options.packets })
+                        }
                         None => Err(FabricError::invalid("the collection is closed").into()),
                     }
                 })?,

@@ -96,6 +96,12 @@ impl HowLoaded<'_> {
         })
     }
 
+    /// What the executor on GPUs is told.
+    fn on_gpus(&self) -> PyResult<CudaOptions> {
+        let most_scratch = self.most_scratch.map_or(CudaOptions::default().most_scratch, |bytes| bytes.0);
+        Ok(CudaOptions { packets: self.packets()?, form: self.form()?, most_scratch })
+    }
+
     /// The GPU, if it is one.
     fn device(&self, py: Python<'_>) -> Result<Option<u32>> {
         match self.place {
@@ -122,8 +128,7 @@ impl Communicator {
         how: &HowLoaded<'_>,
     ) -> Result<Plan> {
         let (queue, source) = (self.queue()?, Source::of(source)?);
-        let (packets, form, device) = (how.packets()?, how.form()?, how.device(py)?);
-        let most_scratch = how.most_scratch.map_or(CudaOptions::default().most_scratch, |bytes| bytes.0);
+        let (options, device) = (how.on_gpus()?, how.device(py)?);
         let mut unread = None;
         let loaded = interrupt::detached(py, || {
             let memory = if device.is_some() { Memory::Device } else { Memory::Host };
@@ -131,13 +136,10 @@ impl Communicator {
             let plan = proved.as_ref().ok().map(|proved| proved.plan().clone());
             // A rank without a plan tells the others, which would wait for it.
             let loaded = match device {
-                Some(device) => {
-                    let options = CudaOptions { packets, form, most_scratch };
-                    Loaded::Gpu(self.gpus().load_plan(&queue, device, proved, options)?)
-                }
+                Some(device) => Loaded::Gpu(self.gpus().load_plan(&queue, device, proved, options)?),
                 None => Loaded::Host(Box::new(Mutex::new(Some(queue.run(|comm| {
                     let plan = comm.agree("has no plan that can run", proved)?;
-                    LoadedPlan::load(comm, &plan, Options { packets })
+                    LoadedPlan::load(comm, &plan, Options { packets: options.packets })
                 })?)))),
             };
             Ok::<_, ExecutorError>((loaded, plan))
