@@ -35,7 +35,7 @@ struct Variant {
 }
 
 impl Variant {
-    fn of<F: Family + Sync>(family: F, world_size: usize) -> Self {
+    fn of<F: Family + Copy + Sync>(family: F, world_size: usize) -> Self {
         Self {
             family: format!("{family:?}"),
             world_size,
