@@ -215,7 +215,7 @@ impl NcclCollectives {
         let ranks = (self.rank(), self.world_size());
         let checked = CheckedCall::of_buffer(self.serves(), call, ranks, buffer)?;
         if call.operation == Operation::AllToAll {
-            let text = "all_to_all in place by NCCL, whose messages may not overlap: pass another output";
+            let text = "all_to_all in place by NCCL (whose messages may not overlap: pass another output)";
             return Err(FabricError::NotImplemented(text.into()).into());
         }
         // SAFETY: passed on.

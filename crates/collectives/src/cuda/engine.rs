@@ -61,8 +61,8 @@ impl CudaEngine {
         match self {
             Self::NvLink(peers) => Ok(peers),
             Self::Nccl(_) => Err(FabricError::NotImplemented(format!(
-                "{what} on GPUs needs ranks of one node, as NCCL, which serves ranks of several nodes, does not have it: call it on \
-                 node_group(), or with tensors on the host"
+                "{what} between GPUs of several nodes (NCCL, which serves them, does not have it: call it on node_group(), or with \
+                 tensors on the host)"
             ))
             .into()),
         }
@@ -238,8 +238,8 @@ impl CudaEngine {
         match self {
             Self::NvLink(peers) => Ok(peers),
             Self::Nccl(_) => Err(FabricError::NotImplemented(format!(
-                "{call} on GPUs of several nodes: NCCL's messages wait for each other in the order of the streams, so ranks that send \
-                 before they receive would hang. send_recv sends and receives at once, and messages of tensors on the host wait for nothing"
+                "{call} alone between GPUs of several nodes (NCCL's messages wait for each other in the order of the streams, so ranks \
+                 that send before they receive would hang: send_recv does both at once, and tensors on the host wait for nothing)"
             ))
             .into()),
         }

@@ -50,6 +50,7 @@ impl Gpus {
     /// Registers memory with every rank; the ranks do it together.
     pub(crate) fn register(&self, queue: &Queue, memory: &Registrable) -> Outcome {
         self.together(queue, memory.device(), |comm, gpu| {
+            comm.check_one_node("register_cuda")?;
             let peers = gpu.engine.nvlink("register_cuda")?;
             let memory: RegisteredMemory = match memory {
                 Registrable::Buffer(buffer) => buffer.get().shared()?.into(),
