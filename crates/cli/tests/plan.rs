@@ -130,9 +130,9 @@ fn a_plan_may_be_right_on_hosts_and_wrong_on_gpus() {
     };
     fs::write(folder.path("rows.json"), format!("[{}, {}]", row(0), row(1))).unwrap();
     for host in ["", " --memory host"] {
-        assert!(
-            folder.printed(&format!("verify written.json --expect rows.json{host}")).starts_with("proved")
-        );
+        // Behind the warning that its ranks meet between launches.
+        let proof = folder.printed(&format!("verify written.json --expect rows.json{host}"));
+        assert!(proof.lines().any(|line| line.starts_with("proved")), "{proof}");
     }
     let proof = folder.plan("verify written.json --expect rows.json --memory device");
     assert_eq!(proof.status.code(), Some(1));
