@@ -15,7 +15,7 @@ use antiphon_testing::sized;
 use crate::{
     captured::tensor,
     fused::{Case, Form, From, Fused},
-    harness::{At, Outcome, Rank, What, gpus, on_gpus},
+    harness::{At, Outcome, Rank, What, device_of, gpus, on_gpus},
 };
 
 const SUM: What = What::AllReduce(ReduceOp::Sum, None);
@@ -24,7 +24,7 @@ const SUM: What = What::AllReduce(ReduceOp::Sum, None);
 pub fn with_deadline<T: Send>(timeout: Duration, body: impl Fn(Rank) -> Outcome<T> + Sync) -> Vec<T> {
     let Some(driver) = gpus(2) else { return Vec::new() };
     let outcomes = LocalWorld::run_with(2, timeout, |comm| -> Outcome<T> {
-        let context = Context::primary(driver.device(comm.rank() as u32)?)?;
+        let context = Context::primary(device_of(driver, comm.rank())?)?;
         let collectives = CudaCollectives::new(&comm, &context)?;
         collectives.prepare(DType::F32, ReduceOp::Sum)?;
         let stream = context.stream()?;

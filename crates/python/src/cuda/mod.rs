@@ -201,6 +201,7 @@ impl Gpus {
         dtype: DType,
         most_blocks: Option<usize>,
     ) -> Outcome<CudaMixedHandler> {
+        queue.run(|comm| comm.check_one_node("MixedHandler with a device"))?;
         self.prepare(queue, device, &[], None)?;
         queue.run(|comm| {
             self.with_peers(device, |peers| {
