@@ -87,7 +87,7 @@ impl CudaPlan {
     /// [`Plan`](ExecutorError::Plan) if [`Plan::check`] refuses it,
     /// [`WorldSize`](ExecutorError::WorldSize), [`Buffers`](ExecutorError::Buffers), [`Operation`](ExecutorError::Operation) if it
     /// leaves a buffer, [`PlansDiffer`](ExecutorError::PlansDiffer), [`Occupancy`](ExecutorError::Occupancy) for too many thread
-    /// blocks, and [`Fabric`](ExecutorError::Fabric) as [`Tenant::new`]: for more than 8 ranks, ranks on several machines, and
+    /// blocks, and [`Fabric`](ExecutorError::Fabric) as [`Tenant::new`](antiphon_fabric::gpu::Tenant::new): for more than 8 ranks, ranks on several machines, and
     /// GPUs without memory.
     pub fn load(
         comm: &Communicator,
