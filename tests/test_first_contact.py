@@ -332,8 +332,8 @@ def test_what_is_printed_says_what_it_is(comm: antiphon.Communicator) -> None:
     assert repr(hybrid) == "<antiphon.moe.deep_ep.HybridEPBuffer: 4 experts of each rank, hidden 16, rank 0 of 1>"
     started = comm.start_all_reduce(x)
     started.wait()
-    assert repr(started) == "<antiphon.Handle: all_reduce finished>"
+    assert repr(started) == "<antiphon.Pending: all_reduce finished>"
     receive = comm.start_recv(torch.empty(5, 16), 0)
-    assert repr(receive) == "<antiphon.Handle: recv under way>"
+    assert repr(receive) == "<antiphon.Pending: recv under way>"
     comm.send(x, 0)
     receive.wait()

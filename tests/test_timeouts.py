@@ -164,7 +164,7 @@ def outcomes(prepare: Prepare) -> list[Any]:
         comm.timeout = TIMEOUT
         time.sleep(LATE if comm.rank == 1 else 0)
         result = call()
-        return result.wait() if isinstance(result, antiphon.Handle) else result
+        return result.wait() if isinstance(result, antiphon.Pending) else result
 
     return ranks.outcomes(2, body)
 

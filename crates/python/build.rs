@@ -1,6 +1,6 @@
 //! What the compiled module takes from its stub `_core.pyi`, so that it stands once:
 //!
-//! * the docstrings, so that `help` shows what editors show: `stub!("Handle")`, `stub!(Communicator.barrier)` is the text;
+//! * the docstrings, so that `help` shows what editors show: `stub!("Pending")`, `stub!(Communicator.barrier)` is the text;
 //! * the keywords of the methods with many: `keywords!(method => define)` calls `define!` with them.
 
 use std::{env, fmt::Write as _, fs, path::Path};

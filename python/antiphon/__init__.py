@@ -8,7 +8,7 @@
 
 Every call waits until this rank's part is done, and never without a deadline: a lost peer raises
 :class:`PeerLostError`, one that does not come ``TimeoutError``, ranks that call different things ``RuntimeError``.
-Each blocking call ``x`` has a form ``start_x`` that returns a :class:`Handle`. Under one communicator for everything it
+Each blocking call ``x`` has a form ``start_x`` that returns a :class:`Pending`. Under one communicator for everything it
 need not be named: :func:`all_reduce` and :func:`all_reduce_rms_norm` are calls of the :func:`default` one.
 """
 
@@ -24,9 +24,9 @@ from antiphon._core import (
     AbortedError,
     Communicator,
     CudaBuffer,
-    Handle,
     Memory,
     PeerLostError,
+    Pending,
     Plan,
     PlanCollection,
     SharedBuffer,
@@ -46,9 +46,9 @@ __all__ = [
     "AbortedError",
     "Communicator",
     "CudaBuffer",
-    "Handle",
     "Memory",
     "PeerLostError",
+    "Pending",
     "Plan",
     "PlanCollection",
     "ReduceOp",

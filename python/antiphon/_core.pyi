@@ -41,7 +41,6 @@ __all__ = [
     "Communicator",
     "CudaBuffer",
     "FinishedPlan",
-    "Handle",
     "Lowering",
     "Mapping",
     "MixedHandler",
@@ -54,6 +53,7 @@ __all__ = [
     "MoeLowLatency",
     "MoeLowLatencyHandle",
     "PeerLostError",
+    "Pending",
     "Plan",
     "PlanCollection",
     "Program",
@@ -109,7 +109,7 @@ class PeerLostError(RuntimeError):
     made it leave."""
 
 @final
-class Handle(Generic[_R]):
+class Pending(Generic[_R]):
     """A started operation. It keeps its arrays alive, even if the handle and all other references are dropped. Do not
     write the input, or use the output, before the operation has finished."""
 
@@ -556,52 +556,52 @@ class Communicator:
     def send_recv(self, x: _Array, to: int, out: _O, source: int, *, stream: int | None = None) -> _O:
         """Sends one array and receives another at the same time, as rings do. On CUDA both have one dtype."""
 
-    def start_barrier(self) -> Handle[None]:
+    def start_barrier(self) -> Pending[None]:
         """Starts :meth:`barrier`."""
 
     def start_all_reduce(
         self, x: _A, op: Op | None = None, *, out: _O | None = None, algorithm: Algorithm | None = None
-    ) -> Handle[_A | _O]:
+    ) -> Pending[_A | _O]:
         """Starts :meth:`all_reduce`."""
 
-    def start_all_gather(self, x: _A, *, out: _O | None = None) -> Handle[_A | _O]:
+    def start_all_gather(self, x: _A, *, out: _O | None = None) -> Pending[_A | _O]:
         """Starts :meth:`all_gather`."""
 
-    def start_reduce_scatter(self, x: _A, op: Op | None = None, *, out: _O | None = None) -> Handle[_A | _O]:
+    def start_reduce_scatter(self, x: _A, op: Op | None = None, *, out: _O | None = None) -> Pending[_A | _O]:
         """Starts :meth:`reduce_scatter`."""
 
-    def start_all_to_all(self, x: _A, *, out: _O | None = None) -> Handle[_A | _O]:
+    def start_all_to_all(self, x: _A, *, out: _O | None = None) -> Pending[_A | _O]:
         """Starts :meth:`all_to_all`."""
 
     def start_all_to_all_v(
         self, x: _A, sends: Sequence[int], receives: Sequence[int], *, out: _O | None = None
-    ) -> Handle[_A | _O]:
+    ) -> Pending[_A | _O]:
         """Starts :meth:`all_to_all_v`."""
 
-    def start_all_gather_v(self, x: _A, counts: Sequence[int], *, out: _O | None = None) -> Handle[_A | _O]:
+    def start_all_gather_v(self, x: _A, counts: Sequence[int], *, out: _O | None = None) -> Pending[_A | _O]:
         """Starts :meth:`all_gather_v`."""
 
     def start_reduce_scatter_v(
         self, x: _A, counts: Sequence[int], op: Op | None = None, *, out: _O | None = None
-    ) -> Handle[_A | _O]:
+    ) -> Pending[_A | _O]:
         """Starts :meth:`reduce_scatter_v`."""
 
-    def start_broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle[_A | _O]:
+    def start_broadcast(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Pending[_A | _O]:
         """Starts :meth:`broadcast`."""
 
-    def start_reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> Handle[_A | _O | None]:
+    def start_reduce(self, x: _A, op: Op | None = None, root: int = 0, *, out: _O | None = None) -> Pending[_A | _O | None]:
         """Starts :meth:`reduce`."""
 
-    def start_gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> Handle[_A | _O | None]:
+    def start_gather(self, x: _A, root: int = 0, *, out: _O | None = None) -> Pending[_A | _O | None]:
         """Starts :meth:`gather`."""
 
-    def start_scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Handle[_A | _O]:
+    def start_scatter(self, x: _A | None, root: int = 0, *, out: _O | None = None) -> Pending[_A | _O]:
         """Starts :meth:`scatter`."""
 
-    def start_send(self, x: _Array, to: int, *, tag: int = 0) -> Handle[None]:
+    def start_send(self, x: _Array, to: int, *, tag: int = 0) -> Pending[None]:
         """Starts :meth:`send`."""
 
-    def start_recv(self, out: _O, source: int | None, *, tag: int = 0) -> Handle[_O]:
+    def start_recv(self, out: _O, source: int | None, *, tag: int = 0) -> Pending[_O]:
         """Starts :meth:`recv`; with the source ``None``, starts :meth:`recv_any`, and ``source`` of the handle is the sender's rank
         (host memory only)."""
 
@@ -1148,7 +1148,7 @@ class MoeLowLatency:
         statistics: _Array | None = None,
         waits: _Array | None = None,
         start: bool = False,
-    ) -> tuple[MoeLowLatencyHandle, Handle[None] | None]:
+    ) -> tuple[MoeLowLatencyHandle, Pending[None] | None]:
         """Moves the tokens ``x`` (bfloat16 ``[T, H]``) to the slots of the experts ``ids`` (``[T, K]``) that they choose:
         ``received_x`` ``[L, R * M, H]``, bfloat16 or 8 bits as ``format`` (``bf16``, ``fp8``, ``fp8_powers_of_two``,
         ``fp8_packed``) says, with ``received_scales``, float32 ``[L, H / 128, R * M]`` or int32 ``[L, H / 512, R * M]``.
@@ -1171,7 +1171,7 @@ class MoeLowLatency:
         format: str = "bf16",
         waits: _Array | None = None,
         start: bool = False,
-    ) -> Handle[None] | None:
+    ) -> Pending[None] | None:
         """Moves ``rows`` (bfloat16 ``[L, R * M, H]``) back along a handle, and sums those of each token with its ``weights``
         (float32 ``[T, K]``): ``output``, bfloat16 ``[T, H]``. Choices of ``ids`` that name no expert are left out. ``format``, equal on
         all ranks, is that in which rows are sent: ``"bf16"``, or ``"logfmt"``, which loses digits. ``waits`` and ``start`` are as for

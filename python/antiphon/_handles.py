@@ -4,12 +4,12 @@ import time
 from collections.abc import Iterable
 from typing import TypeVar
 
-from antiphon._core import Handle
+from antiphon._core import Pending
 
 _T = TypeVar("_T")
 
 
-def wait_all(handles: Iterable[Handle[_T]], timeout: float | None = None) -> list[_T]:
+def wait_all(handles: Iterable[Pending[_T]], timeout: float | None = None) -> list[_T]:
     """Waits until all operations are over and returns what each returns, in the order of the handles.
 
     If some fail, the error of the first of them is raised, when all are over. ``TimeoutError`` if some still go on after
@@ -31,6 +31,6 @@ def wait_all(handles: Iterable[Handle[_T]], timeout: float | None = None) -> lis
     return results
 
 
-def _still(handles: list[Handle[_T]], timeout: float | None) -> str:
+def _still(handles: list[Pending[_T]], timeout: float | None) -> str:
     count = sum(not handle.is_finished() for handle in handles)
     return f"{count} of {len(handles)} operations still under way after {timeout} s: wait again"

@@ -16,8 +16,8 @@ const LOOK: Duration = Duration::from_millis(10);
 /// How long one thread waits for another that finds out how an operation ended.
 const SHORT_LOOK: Duration = Duration::from_micros(100);
 
-#[doc = stub!("Handle")]
-#[pyclass(frozen, module = "antiphon")]
+#[doc = stub!("Pending")]
+#[pyclass(frozen, name = "Pending", module = "antiphon")]
 pub(crate) struct Handle {
     process: Process,
     state: Mutex<State>,
@@ -198,7 +198,7 @@ impl Handle {
 
 #[pymethods]
 impl Handle {
-    #[doc = stub!("Handle.wait")]
+    #[doc = stub!("Pending.wait")]
     #[pyo3(signature = (timeout = None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Option<Py<PyAny>>> {
         self.process.check(|| "handle".to_owned())?;
@@ -220,7 +220,7 @@ impl Handle {
         }
     }
 
-    /// Type checkers know the result of a handle's operation: `Handle[T]` is for them.
+    /// Type checkers know the result of a handle's operation: `Pending[T]` is for them.
     #[classmethod]
     fn __class_getitem__<'py>(class: &Bound<'py, PyType>, _result: &Bound<'py, PyAny>) -> Bound<'py, PyType> {
         class.clone()
@@ -233,16 +233,16 @@ impl Handle {
             State::Over(Ok(())) => "finished",
             State::Over(Err(_)) => "failed",
         });
-        format!("<antiphon.Handle: {} {state}>", self.name)
+        format!("<antiphon.Pending: {} {state}>", self.name)
     }
 
-    #[doc = stub!("Handle.source")]
+    #[doc = stub!("Pending.source")]
     #[getter]
     fn source(&self) -> Option<usize> {
         self.source.get().copied()
     }
 
-    #[doc = stub!("Handle.is_finished")]
+    #[doc = stub!("Pending.is_finished")]
     fn is_finished(&self, py: Python<'_>) -> PyResult<bool> {
         self.process.check(|| "handle".to_owned())?;
         Ok(py.detach(|| match &mut *self.state() {

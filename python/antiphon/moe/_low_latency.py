@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from antiphon._core import Communicator, Handle, MoeLowLatency, MoeLowLatencyHandle
+from antiphon._core import Communicator, MoeLowLatency, MoeLowLatencyHandle, Pending
 from antiphon.moe._arguments import Routes, check_handle, check_ids, check_tensors, experts, router_weights, whole
 from antiphon.moe._calls import _codes
 
@@ -90,7 +90,7 @@ class LowLatencyCalls:
         self._world_size = comm.world_size
         self._engines: dict[tuple[int, int, int, int, int | None], MoeLowLatency] = {}
         #: Of each engine on a GPU the call that may not have received yet.
-        self._started: dict[MoeLowLatency, Handle[None]] = {}
+        self._started: dict[MoeLowLatency, Pending[None]] = {}
 
     def _engine(self, x: Tensor, max_tokens: int, num_experts: int, top_k: int) -> MoeLowLatency:
         device = x.device.index if x.is_cuda else None
@@ -130,7 +130,7 @@ class LowLatencyCalls:
             raise
         del self._started[engine]
 
-    def _hook(self, engine: MoeLowLatency, started: Handle[None] | None, is_cuda: bool) -> Hook | None:
+    def _hook(self, engine: MoeLowLatency, started: Pending[None] | None, is_cuda: bool) -> Hook | None:
         if started is None:
             return None
         if is_cuda:

@@ -24,7 +24,7 @@ class Work(dist.Work):
 
     def __init__(
         self,
-        handles: Sequence[antiphon.Handle[Any]],
+        handles: Sequence[antiphon.Pending[Any]],
         result: Sequence[Tensor],
         copies: Copies | None = None,
         futures: "Futures | None" = None,
@@ -118,11 +118,11 @@ class Sends:
     _FEW = 16
 
     def __init__(self) -> None:
-        self._handles: list[antiphon.Handle[Any]] = []
+        self._handles: list[antiphon.Pending[Any]] = []
         self._limit = self._FEW
         self._lock = threading.RLock()
 
-    def add(self, handle: antiphon.Handle[Any]) -> None:
+    def add(self, handle: antiphon.Pending[Any]) -> None:
         with self._lock:
             if len(self._handles) >= self._limit:  # seldom, so that it costs little for each
                 self._handles = [handle for handle in self._handles if not handle.is_finished()]

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from antiphon import Communicator, Handle
+from antiphon import Communicator, Pending
 from antiphon.comm.cuda_ipc import communicator, uses_cuda
 from antiphon.moe._arguments import check_tensors, refuse_derivatives, whole
 from antiphon.moe.deep_ep.elastic_sizes import LARGEST, Group, aligned
@@ -31,7 +31,7 @@ class ElasticSessions:
     _pipeline: tuple[int, int] | None = None
     _limits: tuple[int, int] | None = None
     _session: "_Session | None" = None
-    _sends: dict[int, deque[Handle[None]]]
+    _sends: dict[int, deque[Pending[None]]]
 
     def _open(self) -> Any:
         raise NotImplementedError
@@ -224,7 +224,7 @@ class _Session:
     def __init__(self, comm: Communicator, most_bytes: int, most_calls: int) -> None:
         self._comm, self._most_bytes, self._most_calls = comm, most_bytes, most_calls
         self._bytes = self._calls = 0
-        self._waits: list[Handle[Any]] = []
+        self._waits: list[Pending[Any]] = []
         #: The results of which ``places`` gave this rank's part, by its address.
         self._results: dict[int, Tensor] = {}
 
@@ -240,7 +240,7 @@ class _Session:
             parts.append(part)
         return tuple(parts)
 
-    def start(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Handle[Any]]]:
+    def start(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Pending[Any]]]:
         """Starts an all-gather of each tensor."""
         count = self._comm.world_size
         size = sum(_gathered_bytes(count, tuple(tensor.shape), tensor.dtype) for tensor in tensors)
