@@ -148,6 +148,8 @@ struct Elsewhere {
     leaving: Vec<AtomicU64>,
     /// How many notices have come from each rank.
     notices: Vec<AtomicU64>,
+    /// The marks of these ranks, by lane. They count together with the reasons in `controls`.
+    given_up: [Earliest; LANES],
 }
 
 // SAFETY: `base` is the address of `memory`, which any thread may use; see there.
@@ -168,7 +170,8 @@ impl Regions {
         let controls = (0..layout.world_size).map(|_| Control::default()).collect();
         let counters = || (0..layout.world_size).map(|_| AtomicU64::new(0)).collect();
         let (leaving, notices) = (counters(), counters());
-        let elsewhere = Some(Arc::new(Elsewhere { nodes, node, controls, leaving, notices }));
+        let given_up = Default::default();
+        let elsewhere = Some(Arc::new(Elsewhere { nodes, node, controls, leaving, notices, given_up }));
         Self { first, elsewhere, ..Self::new(memory, layout) }
     }
 
@@ -247,9 +250,26 @@ impl Regions {
         unsafe { &*self.at(rank, 0).cast() }
     }
 
-    /// The node's mark of ranks that gave up in a round of this lane.
+    /// Marks a round of a lane in which a rank gave up, whose [reason](Control::say_fault) is in its control block.
+    pub(crate) fn mark_given_up(&self, rank: usize, lane: usize, round: u64) {
+        match self.elsewhere.as_ref().filter(|_| self.is_elsewhere(rank)) {
+            None => self.nodes_mark(lane).mark(round),
+            // The reason is this process's own, and so must the mark be: another process of the node may not have it yet.
+            Some(elsewhere) => elsewhere.given_up[lane].mark(round),
+        }
+    }
+
+    /// Whether a rank gave up in this round of a lane or before.
     #[inline]
-    pub(crate) fn given_up(&self, lane: usize) -> &Earliest {
+    pub(crate) fn has_given_up(&self, lane: usize, round: u64) -> bool {
+        let elsewhere = self.elsewhere.as_ref();
+        self.nodes_mark(lane).includes(round)
+            || elsewhere.is_some_and(|elsewhere| elsewhere.given_up[lane].includes(round))
+    }
+
+    /// The mark of this node's ranks in a lane.
+    #[inline]
+    fn nodes_mark(&self, lane: usize) -> &Earliest {
         &self.control(self.first).given_up[lane].0
     }
 

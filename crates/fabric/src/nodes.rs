@@ -139,18 +139,6 @@ impl Nodes {
             self.world_size()
         )))
     }
-
-    /// Fails unless there is one node, as `what` does not cross nodes yet.
-    pub(crate) fn check_carried(&self, what: &str) -> Result<(), FabricError> {
-        if self.count() == 1 {
-            return Ok(());
-        }
-        Err(FabricError::NotImplemented(format!(
-            "{what} between the ranks of {} nodes ({})",
-            self.count(),
-            self.0.names.join(", ")
-        )))
-    }
 }
 
 #[cfg(test)]
@@ -182,8 +170,6 @@ mod tests {
         let nodes = Nodes::named(["a", "b", "b"]);
         let error = nodes.check_one(0, "create_shared_buffer").unwrap_err().to_string();
         assert!(error.contains("create_shared_buffer") && error.contains("[1, 2] of 3"), "{error}");
-        let error = nodes.check_carried("split").unwrap_err().to_string();
-        assert!(error.contains("split") && error.contains("2 nodes (a, b)"), "{error}");
         Nodes::one(3).check_one(0, "anything").unwrap();
     }
 }

@@ -1,7 +1,8 @@
 //! Ranks on several nodes, as threads: an engine between threads carries what passes between nodes, and disturbs it.
 
 use std::{
-    sync::{Barrier, Mutex},
+    collections::BTreeSet,
+    sync::{Barrier, Mutex, OnceLock},
     time::{Duration, Instant},
 };
 
@@ -260,6 +261,54 @@ fn a_rank_that_gives_up_gives_no_other_one_a_result() {
     assert!(results[2].is_err(), "it came after the others had given up: {results:?}");
 }
 
+/// What a killed rank sent last reaches one node and not another. If one of two ranks has their group then, and the other has not, the group
+/// fails although both live.
+#[test]
+fn a_group_that_a_rank_lacks_does_not_wait_for_it() {
+    // A split takes twelve messages.
+    let has_group = [0, 5, 10, 11, 12].map(|messages| {
+        let (network, at_once, end) = (OnceLock::new(), Barrier::new(3), Barrier::new(2));
+        let keep = |net: &Network| drop(network.set(net.clone()));
+        let results = LocalWorld::run_on_nodes(&["a", "b", "c"], TIMEOUT, keep, |comm| {
+            comm.barrier().unwrap();
+            at_once.wait();
+            let network: &Network = network.get().unwrap();
+            if comm.rank() == 0 {
+                network.lose_after(0, 1, messages);
+                let (network, monitor) = (network.clone(), comm.monitor());
+                std::thread::spawn(move || {
+                    std::thread::sleep(Duration::from_millis(100));
+                    network.kill(0);
+                    monitor.abort();
+                });
+            }
+            at_once.wait();
+            let pair = comm.split(Some(u64::from(comm.rank() > 0)), 0);
+            if comm.rank() == 0 {
+                return (false, Ok(()));
+            }
+            let start = Instant::now();
+            let (has_group, ended) = (pair.is_ok(), pair.and_then(|pair| pair.unwrap().barrier()));
+            assert!(start.elapsed() < Duration::from_secs(5), "{ended:?}");
+            // Both keep the communicator until both have ended.
+            end.wait();
+            (has_group, ended)
+        });
+        let has_group = [1, 2].map(|rank: usize| results[rank].0);
+        for (has_it, ended) in &results[1..] {
+            match ended {
+                Ok(()) => assert_eq!(has_group, [true; 2]),
+                Err(FabricError::PeerLost { rank: 0, how: Loss::Followed { world_rank: 0 }, .. }) => {
+                    assert!(has_it)
+                }
+                Err(error) => assert_eq!(error.lost_world_rank(), Some(0), "{error}"),
+            }
+        }
+        has_group
+    });
+    assert_eq!(has_group, [[false; 2], [false; 2], [false; 2], [false, true], [true; 2]]);
+}
+
 #[test]
 fn what_needs_one_memory_is_refused_and_the_communicator_stays_usable() {
     let results = run(&["a", "b", "b"], |comm| {
@@ -401,13 +450,68 @@ fn groups_of_some_ranks_meet_by_an_exchange() {
                 }
                 exchange_rounds(&group, 20)?;
             }
-            let refused =
-                Communicator::builder().parent(comm.messenger()).with_ticket(0, 1, &Ticket::random());
-            assert!(matches!(refused, Err(FabricError::NotImplemented(_))), "{refused:?}");
             comm.barrier()
         });
         results.into_iter().for_each(|result| result.unwrap());
     }
+}
+
+#[test]
+fn groups_meet_at_an_address_of_tcp() {
+    for nodes in LAYOUTS {
+        let world = nodes.len();
+        let ports = [(); 3].map(|()| free_port());
+        let results = run(nodes, |comm| {
+            let rank = comm.rank();
+            // The first and the last, the others, and all of them backwards.
+            let (pair, rest) = (ticket("127.0.0.1", ports[0], "pair"), ticket("127.0.0.1", ports[1], "rest"));
+            let whole = ticket("127.0.0.1", ports[2], "whole");
+            let (some, place, size) = match rank {
+                0 => (&pair, 0, 2),
+                rank if rank == world - 1 => (&pair, 1, 2),
+                rank => (&rest, rank - 1, world - 2),
+            };
+            // The same address serves again.
+            for (ticket, place, size) in
+                [(some, place, size), (&whole, world - 1 - rank, world), (&whole, rank, world)]
+            {
+                let builder = Communicator::builder().parent(comm.messenger()).timeout(TIMEOUT);
+                let group = builder.with_ticket(place, size, ticket)?;
+                let ranks: Vec<usize> = (0..size).map(|rank| group.members().world_rank(rank)).collect();
+                assert_eq!(ranks[place], rank);
+                assert_eq!(group.nodes().count(), {
+                    let names: BTreeSet<_> = ranks.iter().map(|&rank| nodes[rank]).collect();
+                    names.len()
+                });
+                exchange_rounds(&group, 20)?;
+            }
+            comm.barrier()
+        });
+        results.into_iter().for_each(|result| result.unwrap());
+    }
+}
+
+/// Ranks of one node may meet at a path; those of several hear what to do.
+#[test]
+fn groups_meet_at_a_path_if_they_are_on_one_node() {
+    let (folder, nodes) = (tempfile::tempdir().unwrap(), ["a", "a", "b", "b"]);
+    let results = run(&nodes, |comm| {
+        let at = |name: &str, place: usize| {
+            let builder = Communicator::builder().parent(comm.messenger()).timeout(TIMEOUT);
+            builder.at_path(place, 2, folder.path().join(name), "secret")
+        };
+        let (node, place) = (comm.rank() / 2, comm.rank() % 2);
+        let group = at(nodes[comm.rank()], place)?;
+        assert_eq!(group.nodes().count(), 1);
+        exchange_rounds(&group, 20)?;
+        // Ranks 0 and 2, and ranks 1 and 3.
+        let refused = at(&format!("rail {place}"), node).unwrap_err().to_string();
+        let remedy =
+            "is on another node: ranks of several nodes meet at an address of TCP, or by an exchange";
+        assert_eq!(refused, format!("rank {} of the group {remedy}", 1 - node));
+        comm.barrier()
+    });
+    results.into_iter().for_each(|result| result.unwrap());
 }
 
 fn group_rank(ranks: &[usize], rank: usize) -> usize {

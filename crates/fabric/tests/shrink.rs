@@ -48,10 +48,13 @@ fn rank_process() {
             Ok(_) => continue,
             Err(error) => error,
         };
+        // A failed test shows it.
+        eprintln!("{error}");
         assert!(error.lost_world_rank().is_some() || error.to_string().contains("called abort"), "{error}");
         let start = Instant::now();
         comm = comm.shrink().unwrap();
         let took = start.elapsed();
+        eprintln!("{} ranks after {took:?}", comm.world_size());
         // Losses behind a cut link are noticed by each side in its own time.
         assert!(took < Duration::from_secs(if words[0] == "is cut off" { 4 } else { 1 }), "{took:?}");
     }

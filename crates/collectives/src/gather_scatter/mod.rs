@@ -14,7 +14,7 @@
 //!
 //! All-gather, reduce-scatter and all-to-all also have a form for parts of uneven lengths, which a call lists: `…_v`.
 //!
-//! Between nodes each byte goes to the nodes that need it, once. Reductions of some size go [by nodes](crate::hierarchical).
+//! Between nodes each byte goes to the nodes that need it, once. Reductions and broadcasts of some size go [by nodes](crate::hierarchical).
 //!
 //! Every rank takes part in every round, even if it neither sends nor receives data. So all ranks notice calls that disagree and
 //! lost ranks.
@@ -25,7 +25,7 @@ mod messages;
 mod parts;
 
 use antiphon_device::host::reduce::Reducer;
-use antiphon_fabric::{Communicator, Nodes};
+use antiphon_fabric::{Communicator, Nodes, Operation};
 use antiphon_operation::Extent;
 
 pub(crate) use blocks::cuda;
@@ -58,6 +58,11 @@ pub(crate) fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {
         },
         _ => call.input_layout().longest(),
     };
+    if call.signature.operation == Operation::Broadcast
+        && let Some(nodes) = hierarchical::broadcast_form(comm, call.call.root, longest * call.dtype.size())?
+    {
+        return Ok(host::broadcast_by_nodes(&mut rounds, call, longest, nodes)?);
+    }
     match hierarchical_form(comm, call, longest)? {
         Some((kind, nodes)) => host::run_by_nodes(comm, &mut rounds, call, longest, kind, nodes),
         None => Ok(host::run(comm, &mut rounds, call, longest)?),

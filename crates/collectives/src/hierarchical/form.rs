@@ -1,4 +1,4 @@
-//! The choice between the mirrored and the hierarchical form of a reduction.
+//! The choice between the mirrored and the hierarchical form of a collective.
 
 use std::cell::Cell;
 
@@ -10,15 +10,16 @@ use crate::error::{CollectiveError, Result};
 /// What the hierarchical form adds to the number of an algorithm in a signature: ranks that choose differently disagree about the call.
 pub(crate) const HIERARCHICAL: u8 = 0x40;
 
-/// From so many bytes on, a reduce or a reduce-scatter goes by nodes: below, the round that this takes more costs more than it saves.
+/// From so many bytes on, a reduce, a reduce-scatter or a broadcast goes by nodes: below, the round that this takes more costs more than it
+/// saves.
 const WORTH: usize = 1 << 20;
 
-/// How a reduction of ranks on several nodes goes. The result has the same bits in both forms.
+/// How a reduction or a broadcast of ranks on several nodes goes. The result has the same bits in both forms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// What a rank posts for all ranks goes to all nodes.
     Mirrored,
-    /// The ranks of a node add up first, and the nodes exchange their sums.
+    /// The ranks of a node add up first, and the nodes exchange their sums; of a broadcast, each rank of the root's node sends a share.
     Hierarchical,
 }
 
@@ -26,7 +27,7 @@ pub enum Form {
 #[derive(Default)]
 struct Preferred(Cell<Option<Form>>);
 
-/// Carries reductions of this communicator out in a form, from now on, or again in the one that is expected to be faster. All ranks choose the
+/// Carries reductions and broadcasts of this communicator out in a form, from now on, or again in the one that is expected to be faster. All ranks choose the
 /// same. Where all ranks are on one node there is nothing to choose. An all-reduce that is one-shot is always mirrored.
 ///
 /// # Errors
@@ -50,15 +51,27 @@ pub(crate) fn form(
     size: usize,
     sum_size: impl FnOnce() -> usize,
 ) -> Result<Option<&Nodes>> {
+    let by_default =
+        |nodes: &Nodes| suggested != Some(Form::Mirrored) && sends_less(nodes, kind, size, sum_size());
+    chosen(comm, by_default)
+}
+
+/// The nodes, if a broadcast of so many bytes goes by them. It sends no fewer bytes so, but from all ranks of the root's node.
+#[inline]
+pub(crate) fn broadcast_form(comm: &Communicator, root: usize, bytes: usize) -> Result<Option<&Nodes>> {
+    chosen(comm, |nodes| nodes.ranks(nodes.of(root)).len() > 1 && suggested(bytes) == Form::Hierarchical)
+}
+
+/// The nodes, if there are several, and the caller or the default chooses the hierarchical form.
+#[inline]
+fn chosen(comm: &Communicator, by_default: impl FnOnce(&Nodes) -> bool) -> Result<Option<&Nodes>> {
     let Some(nodes) = comm.several_nodes() else { return Ok(None) };
-    let is_chosen = match preferred(comm)?.0.get() {
-        Some(form) => form == Form::Hierarchical,
-        None => suggested != Some(Form::Mirrored) && sends_less(nodes, kind, size, sum_size()),
-    };
+    let preferred = preferred(comm)?.0.get();
+    let is_chosen = preferred.map_or_else(|| by_default(nodes), |form| form == Form::Hierarchical);
     Ok(is_chosen.then_some(nodes))
 }
 
-/// What the size in bytes suggests for a reduce or a reduce-scatter.
+/// What the size in bytes suggests for a reduce, a reduce-scatter or a broadcast.
 pub(crate) fn suggested(bytes: usize) -> Form {
     if bytes < WORTH { Form::Mirrored } else { Form::Hierarchical }
 }

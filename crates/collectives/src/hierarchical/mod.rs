@@ -1,4 +1,5 @@
-//! Reductions of ranks on several nodes in which each byte crosses each link between nodes once.
+//! Reductions of ranks on several nodes in which each byte crosses each link between nodes once, and [broadcasts](broadcast) that all ranks of
+//! the root's node send.
 //!
 //! The mirrored forms send what a rank posts to all other nodes. Here the ranks of a node first add up among themselves:
 //!
@@ -13,6 +14,7 @@
 //! No rank waits for another in a new way: every step is a round of all ranks ([`Rounds::exchange_by_node`]), which every node gets
 //! from every rank, if only its head. What fills a packet, and when it may be filled again, is therefore as in every round.
 
+mod broadcast;
 mod form;
 mod piece;
 
@@ -20,8 +22,9 @@ use std::ops::Range;
 
 use antiphon_fabric::{FabricError, Nodes, Rounds, Signature, Written};
 
+pub(crate) use broadcast::Broadcast;
 pub use form::{Form, prefer};
-pub(crate) use form::{HIERARCHICAL, form, suggested};
+pub(crate) use form::{HIERARCHICAL, broadcast_form, form, suggested};
 use piece::{Owners, Piece, both};
 
 use crate::{all_reduce::Reduce, chunked::copy};

@@ -173,33 +173,33 @@ impl Builder {
         exchange: &mut dyn Exchange,
     ) -> Result<Communicator, FabricError> {
         let machine = rendezvous::machine();
-        let parents = self.parent.as_ref().map(|parent| (parent.nodes(), parent.rank));
-        self.node = match &parents {
-            // A group is on the nodes of its world.
-            Some((nodes, rank)) => Some(nodes.name(nodes.of(*rank)).to_owned()),
-            None => self.node.or_else(rendezvous::node_by_environment),
-        };
+        self.node = self.node_of_parent().or(self.node).or_else(rendezvous::node_by_environment);
         let node = self.node.clone().unwrap_or_else(|| machine.clone());
         let (ticket, is_spread) = rendezvous::exchange_ticket(exchange, rank, [node, machine])?;
-        let is_spread = is_spread && parents.is_none_or(|(nodes, _)| nodes.count() > 1);
+        let is_spread = is_spread && self.parent.as_ref().is_none_or(|parent| parent.nodes().count() > 1);
         self.join(rank, world_size, &ticket, is_spread.then_some(exchange))
     }
 
-    /// Meets where the ticket says.
+    /// Meets where the ticket says. Ranks on several nodes need an [address of TCP](Address::Tcp).
     ///
     /// # Errors
     /// [`FabricError::Rendezvous`] when the ranks do not meet, [`FabricError::InvalidArgument`] for sizes beyond this
-    /// machine.
+    /// machine, and for ranks of several nodes of a [parent](Self::parent) that meet at a path.
     pub fn with_ticket(
-        self,
+        mut self,
         rank: usize,
         world_size: usize,
         ticket: &Ticket,
     ) -> Result<Communicator, FabricError> {
-        if let Some(parent) = &self.parent {
-            parent.check_carried("a group that meets by itself, and not by an exchange,")?;
-        }
+        self.node = self.node_of_parent().or(self.node);
         self.join(rank, world_size, ticket, None)
+    }
+
+    /// The node's name, if there is a parent: a group is on the nodes of its world.
+    fn node_of_parent(&self) -> Option<String> {
+        let parent = self.parent.as_ref()?;
+        let nodes = parent.nodes();
+        Some(nodes.name(nodes.of(parent.rank)).to_owned())
     }
 
     /// Meets where the ticket says, or, where ranks are on several nodes of which the exchange tells, by the exchange.
@@ -239,7 +239,7 @@ impl Builder {
         };
         let interrupted = || self.interrupt.as_ref().is_some_and(|interrupted| interrupted());
         let watch = || if interrupted() { Err(RendezvousError::Interrupted) } else { Ok(()) };
-        let bytes = layout.total();
+        let (bytes, own) = (layout.total(), card.clone());
         let meeting = match &mut exchange {
             Some(exchange) => rendezvous::meet_by_exchange(*exchange, ticket, card, bytes, timeout, &watch),
             None if is_spread => rendezvous::meet_on_nodes(ticket, card, bytes, timeout, &watch),
@@ -253,8 +253,8 @@ impl Builder {
             None => Regions::new(meeting.memory, layout),
             Some(_) => Regions::on_node(meeting.memory, layout, meeting.nodes.clone(), rank),
         };
-        let group =
-            places(self.parent.as_deref(), &meeting.cards).inspect_err(|_| regions.control(rank).depart())?;
+        let group = places(self.parent.as_deref(), &meeting.cards, is_spread)
+            .inspect_err(|_| regions.control(rank).depart())?;
         let links = links.map(|(engine, key)| match (parents, &group) {
             (Some(parents), Some(group)) => {
                 Ok(parents.of_group(key.number(), rank, group, meeting.nodes.clone(), regions.clone()))
@@ -265,9 +265,13 @@ impl Builder {
             }
         });
         let links = links.transpose().inspect_err(|_| regions.control(rank).depart())?;
-        if let (Some(exchange), Some(_), Some(_)) = (exchange, &links, &group) {
+        if let (Some(_), Some(_)) = (&links, &group) {
             // Before a rank sends, all have registered the group.
-            rendezvous::exchange_nothing(exchange).inspect_err(|_| regions.control(rank).depart())?;
+            let met = match exchange {
+                Some(exchange) => rendezvous::exchange_nothing(exchange),
+                None => rendezvous::meet_again(ticket, own, timeout, &watch),
+            };
+            met.inspect_err(|_| regions.control(rank).depart())?;
         }
         let health = match (&self.parent, group) {
             // The handles that came along are not kept: the parent has them.
@@ -321,8 +325,12 @@ fn connect(
     Ok(links)
 }
 
-/// The ranks' numbers in the parent, if they have one.
-fn places(parent: Option<&Endpoint>, cards: &[Card]) -> Result<Option<Vec<usize>>, FabricError> {
+/// The ranks' numbers in the parent, if they have one; `is_spread` says whether they may be on several nodes.
+fn places(
+    parent: Option<&Endpoint>,
+    cards: &[Card],
+    is_spread: bool,
+) -> Result<Option<Vec<usize>>, FabricError> {
     let without = cards.iter().find(|card| card.parent_rank.is_none());
     let with = cards.iter().find(|card| card.parent_rank.is_some());
     if let (Some(with), Some(without)) = (with, without) {
@@ -333,6 +341,14 @@ fn places(parent: Option<&Endpoint>, cards: &[Card]) -> Result<Option<Vec<usize>
     }
     let Some(parent) = parent else { return Ok(None) };
     let places: Vec<_> = cards.iter().filter_map(|card| Some((card.parent_rank?, card.process()))).collect();
+    let nodes = parent.nodes();
+    let is_elsewhere =
+        |&(place, _): &(usize, _)| place < nodes.world_size() && !nodes.share_memory(place, parent.rank);
+    if let (Some(rank), false) = (places.iter().position(is_elsewhere), is_spread) {
+        return Err(FabricError::invalid(format!(
+            "rank {rank} of the group is on another node: ranks of several nodes meet at an address of TCP, or by an exchange"
+        )));
+    }
     let checked = parent.health.check_places(&places);
     checked.map_err(|problem| {
         FabricError::invalid(format!("the ranks of a group have different parents: {problem}"))

@@ -9,7 +9,6 @@ use crate::{
     FabricError,
     endpoint::{Endpoint, Health},
     layout::{Layout, Regions},
-    links::Links,
     rendezvous::random_word,
 };
 
@@ -40,16 +39,7 @@ impl Communicator {
         group.sort_by_key(|&rank| (choices[rank].1, rank));
         // The first rank's random word is the number of the group, where it needs one.
         let number = group.first().map_or(0, |&first| choices[first].2);
-        let Some((regions, links)) = self.share_in_group(&group, number)? else { return Ok(None) };
-        let rank = group.iter().position(|&rank| rank == self.rank()).expect("a rank is in its group");
-        let parent = self.endpoint();
-        Ok(Some(Self::new(Endpoint::new(
-            Health::of_group(rank, parent, &group),
-            regions,
-            parent.timeout(),
-            parent.interrupt.clone(),
-            links,
-        ))))
+        self.make_group(&group, number)
     }
 
     /// The ranks of this rank's node, in the order in which they are here; every rank calls it. What needs one memory works there.
@@ -72,13 +62,9 @@ impl Communicator {
         Ok(group.expect("every rank has a place on its node"))
     }
 
-    /// Memory that the ranks of each group share on each node, made by the first of them there, and the group's links between nodes; a rank whose
-    /// `group` is empty gets none.
-    fn share_in_group(
-        &self,
-        group: &[usize],
-        number: u64,
-    ) -> Result<Option<(Regions, Option<Links>)>, FabricError> {
+    /// The communicator of this rank's group: its memory, which the first of its ranks on each node makes, and its links between nodes. A
+    /// rank whose `group` is empty gets none.
+    fn make_group(&self, group: &[usize], number: u64) -> Result<Option<Self>, FabricError> {
         let parent = self.endpoint();
         let nodes = parent.nodes();
         let is_here = |rank: &usize| nodes.share_memory(*rank, self.rank());
@@ -95,18 +81,36 @@ impl Communicator {
             Some((memory, _)) => Ok(Some(memory)),
             None => received.map(|descriptor| SharedMemory::from_fd(descriptor, layout.total())).transpose(),
         };
-        let with_links = |memory: SharedMemory| {
-            let nodes = nodes.of_group(group);
-            let Some(links) = parent.links.as_ref().filter(|_| nodes.count() > 1) else {
-                return (Regions::new(memory, layout), None);
-            };
-            let rank = group.iter().position(|&rank| rank == self.rank()).expect("a rank is in its group");
-            let regions = Regions::on_node(memory, layout, nodes.clone(), rank);
-            let links = links.of_group(number, rank, group, nodes, regions.clone());
-            (regions, Some(links))
-        };
-        let mapped = mapped.map(|memory| memory.map(with_links)).map_err(FabricError::from);
+        let made = mapped.map(|memory| memory.map(|memory| self.group_in(memory, layout, group, number)));
+        let made = made.map_err(FabricError::from);
         // When all have agreed, all are ready for messages of the group.
-        self.agree("cannot map its group's memory", mapped)
+        let agreed =
+            self.agree("cannot map its group's memory", made.as_ref().map(drop).map_err(Clone::clone));
+        if let Err(error) = agreed {
+            // What a lost rank posted last may have reached some peers and not this rank. Those peers have the group, and
+            // would wait in it for this rank.
+            if let (Ok(Some(group)), true) = (&made, parent.health.check_usable().is_err()) {
+                group.endpoint().report(&error);
+            }
+            return Err(error);
+        }
+        made
+    }
+
+    /// The communicator of a group that this rank is in. From now on it takes messages.
+    fn group_in(&self, memory: SharedMemory, layout: Layout, group: &[usize], number: u64) -> Self {
+        let parent = self.endpoint();
+        let rank = group.iter().position(|&rank| rank == self.rank()).expect("a rank is in its group");
+        let nodes = parent.nodes().of_group(group);
+        let (regions, links) = match parent.links.as_ref().filter(|_| nodes.count() > 1) {
+            None => (Regions::new(memory, layout), None),
+            Some(links) => {
+                let regions = Regions::on_node(memory, layout, nodes.clone(), rank);
+                let links = links.of_group(number, rank, group, nodes, regions.clone());
+                (regions, Some(links))
+            }
+        };
+        let health = Health::of_group(rank, parent, group);
+        Self::new(Endpoint::new(health, regions, parent.timeout(), parent.interrupt.clone(), links))
     }
 }

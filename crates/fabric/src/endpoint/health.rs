@@ -452,20 +452,22 @@ impl Health {
         self.aborted(operation, by, reason)
     }
 
-    /// Makes this communicator unusable, and leaves the reason for all of this node to see; the word that says it. Only the first
-    /// error counts: others are its consequences.
-    pub(super) fn report(&self, regions: &Regions, error: &FabricError) -> Option<u64> {
-        self.first.set(Arc::new(error.clone())).ok()?;
-        // A rank that gives up because a peer gave up passes the peer's reason on.
-        let fault = match error {
-            FabricError::Aborted { by, .. } => self.reason(regions, *by),
-            _ => None,
-        };
-        let fault = fault.unwrap_or(Fault::of(error));
-        regions.control(self.rank).say_fault(fault.encode());
-        self.tell_world(fault);
-        self.wake_all(regions);
-        Some(fault.encode())
+    /// Makes this communicator unusable, and leaves the reason for all of this node to see; `tell` gets the word that says it to others. Only
+    /// the first error counts: others are its consequences. A thread that fails beside the first one returns once the reason is told.
+    pub(super) fn report(&self, regions: &Regions, error: &FabricError, tell: impl FnOnce(u64)) {
+        self.first.get_or_init(|| {
+            // A rank that gives up because a peer gave up passes the peer's reason on.
+            let fault = match error {
+                FabricError::Aborted { by, .. } => self.reason(regions, *by),
+                _ => None,
+            };
+            let fault = fault.unwrap_or(Fault::of(error));
+            regions.control(self.rank).say_fault(fault.encode());
+            self.tell_world(fault);
+            self.wake_all(regions);
+            tell(fault.encode());
+            Arc::new(error.clone())
+        });
     }
 
     /// Leaves the reason why this rank gave up in a group, for ranks that will wait for it elsewhere. A rank that is lost

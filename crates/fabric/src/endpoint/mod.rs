@@ -80,11 +80,6 @@ impl Endpoint {
         self.links.as_ref().map_or(Ok(()), |links| links.nodes().check_one(self.rank, what))
     }
 
-    /// Fails unless all ranks share one memory: `what` does not cross nodes yet.
-    pub(crate) fn check_carried(&self, what: &str) -> Result<(), FabricError> {
-        self.links.as_ref().map_or(Ok(()), |links| links.nodes().check_carried(what))
-    }
-
     /// Moves messages between nodes, if there are any.
     pub(crate) fn poll(&self) {
         if let Some(links) = &self.links {
@@ -109,9 +104,7 @@ impl Endpoint {
 
     /// Makes the communicator unusable because of `error`, and leaves the reason for all to see, unless it has failed before.
     pub(crate) fn report(&self, error: &FabricError) {
-        if let Some(fault) = self.health.report(&self.regions, error) {
-            self.tell(Word::Fault(fault));
-        }
+        self.health.report(&self.regions, error, |fault| self.tell(Word::Fault(fault)));
     }
 
     /// Says that this rank is gone for good.
@@ -124,7 +117,7 @@ impl Endpoint {
 
     /// Marks a round in which this rank gave up, after it has [reported](Self::report) why.
     pub(crate) fn give_up(&self, lane: usize, round: u64) {
-        self.regions.given_up(lane).mark(round);
+        self.regions.mark_given_up(self.rank, lane, round);
         self.tell(Word::GivenUp { lane, round });
     }
 

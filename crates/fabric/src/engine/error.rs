@@ -24,6 +24,9 @@ pub enum EngineError {
     /// The engine's inbox has no key yet, without which nothing can be sent.
     #[error("the engine cannot send: its inbox was not opened with the world's key")]
     Closed,
+    /// The process has begun to exit.
+    #[error("the engine cannot be used: the process exits")]
+    Exiting,
     /// There is no connection to the peer.
     #[error("peer {peer} is not connected")]
     NotConnected {

@@ -86,6 +86,22 @@ struct Link {
     /// In nanoseconds.
     completion_delay: AtomicU64,
     cut: AtomicU32,
+    /// One more than how many messages it still carries; 0 if it carries all.
+    carries: AtomicU64,
+}
+
+impl Link {
+    /// Whether a message is lost, of which one less is carried afterwards.
+    fn loses_next(&self) -> bool {
+        match self.carries.load(Ordering::Relaxed) {
+            0 => false,
+            1 => true,
+            carries => {
+                self.carries.store(carries - 1, Ordering::Relaxed);
+                false
+            }
+        }
+    }
 }
 
 struct Parcel {
@@ -152,13 +168,14 @@ impl Twin {
         }
         let end = &self.network.ends[peer];
         let mut queue = end.queue();
-        if end.state() == LEFT || self.end().state() == LEFT {
+        let link = self.network.link(self.index, peer);
+        let is_lost = || message.kind < Message::ENGINES_OWN && link.loses_next();
+        if end.state() == LEFT || self.end().state() == LEFT || is_lost() {
             drop(queue);
             let _queue = self.end().queue();
             flight.iter().for_each(|flight| flight.finish());
             return Ok(());
         }
-        let link = self.network.link(self.index, peer);
         // Nobody counts beside this: only this end sends on the link, under the receiver's lock.
         link.messages.store(link.messages.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         link.bytes.store(link.bytes.load(Ordering::Relaxed) + len as u64, Ordering::Relaxed);
@@ -452,6 +469,11 @@ impl Network {
     /// Delivers the messages that wait in an order that this number determines, instead of the order in which they were sent.
     pub fn reorder(&self, seed: u64) {
         *self.0.order.lock().unwrap_or_else(PoisonError::into_inner) = Some(seed);
+    }
+
+    /// Loses what one peer sends to another from now on, but for so many messages and signs of life.
+    pub fn lose_after(&self, from: usize, to: usize, messages: u64) {
+        self.0.link(from, to).carries.store(messages + 1, Ordering::Relaxed);
     }
 
     /// Cuts the link between two peers: what is under way waits, in both directions, and nobody is told.

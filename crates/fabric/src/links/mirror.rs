@@ -159,7 +159,7 @@ impl Mirror {
                 Word::Departed { .. } => control.depart(),
                 Word::Fault(fault) => control.say_fault(fault),
                 Word::FaultInGroup(fault) => control.say_fault_in_group(fault),
-                Word::GivenUp { lane, round } => self.regions.given_up(lane).mark(round),
+                Word::GivenUp { lane, round } => self.regions.mark_given_up(sender, lane, round),
             }
             self.ring(0..LANES + 1);
         }

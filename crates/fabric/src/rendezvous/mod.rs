@@ -248,6 +248,16 @@ pub(crate) fn meet(
     Ok(Meeting { nodes: Nodes::one(cards.len()), cards, processes, memory, key: None })
 }
 
+/// Waits until all ranks have come to the ticket's address once more.
+pub(crate) fn meet_again(
+    ticket: &Ticket,
+    card: Card,
+    timeout: Duration,
+    watch: Watch<'_>,
+) -> Result<(), RendezvousError> {
+    meet_at(ticket, card, None, timeout, watch).map(drop)
+}
+
 /// Meets the other ranks at one address, and shares `bytes` of memory with them, if there are any to share.
 fn meet_at(
     ticket: &Ticket,

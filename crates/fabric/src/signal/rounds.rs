@@ -228,7 +228,7 @@ impl Rounds {
         }
         self.await_outbox(signature)?;
         // The last look, behind all packets: see `given_up`.
-        if self.endpoint.regions.given_up(self.lane).includes(self.sequence) {
+        if self.endpoint.regions.has_given_up(self.lane, self.sequence) {
             let error = self.endpoint.health.given_up(&self.endpoint.regions, *signature);
             return Err(self.fail(error));
         }

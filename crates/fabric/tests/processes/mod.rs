@@ -4,10 +4,10 @@
 
 use std::{
     ffi::OsStr,
-    io::{BufRead, BufReader},
+    io::{BufRead, BufReader, Read},
     path::Path,
     process::{Child, Command, Stdio},
-    sync::mpsc,
+    sync::{Arc, Mutex, mpsc},
     time::{Duration, Instant},
 };
 
@@ -56,6 +56,8 @@ pub struct World {
 struct Rank {
     child: Child,
     lines: mpsc::Receiver<(Instant, String)>,
+    /// What the rank has written to standard error, which a failed test shows.
+    errors: Arc<Mutex<String>>,
 }
 
 impl World {
@@ -122,8 +124,14 @@ impl World {
     /// The next line of a rank, and when it came.
     #[track_caller]
     pub fn hear(&self, rank: usize) -> (Instant, String) {
-        let line = self.ranks[rank].lines.recv_timeout(LIMIT);
-        line.unwrap_or_else(|_| panic!("rank {rank} says nothing, as if it hung or had crashed"))
+        self.ranks[rank].lines.recv_timeout(LIMIT).unwrap_or_else(|error| {
+            let how = if error == mpsc::RecvTimeoutError::Timeout { "hangs" } else { "has ended" };
+            // It may hang because another one crashed.
+            let errors = |rank: usize| self.ranks[rank].errors.lock().unwrap().clone();
+            let errors: Vec<String> =
+                (0..self.size()).map(|rank| format!("rank {rank}: {}", errors(rank))).collect();
+            panic!("rank {rank} {how} and has not said what it should:\n{}", errors.join("\n"))
+        })
     }
 
     pub fn signal(&self, rank: usize, signal: Signal) -> Instant {
@@ -161,7 +169,8 @@ impl World {
                     None => std::thread::sleep(Duration::from_millis(1)),
                 }
             };
-            assert_eq!(status.success(), !failed.contains(&number), "rank {number}: {status}");
+            let errors = rank.errors.lock().unwrap().clone();
+            assert_eq!(status.success(), !failed.contains(&number), "rank {number}: {status}\n{errors}");
         }
         assert_eq!(listing(self.folder.path()), [] as [&str; 0]);
         // Other programs have theirs there.
@@ -196,7 +205,7 @@ impl Start<'_> {
             .env("ANTIPHON_TIMEOUT", self.timeout.as_secs_f64().to_string())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(Stdio::null());
+            .stderr(Stdio::piped());
         if self.by_path {
             command.env("ANTIPHON_RENDEZVOUS", folder.join("meeting"));
         }
@@ -210,7 +219,15 @@ impl Start<'_> {
                 }
             }
         });
-        Rank { child, lines }
+        let errors = Arc::new(Mutex::new(String::new()));
+        let (mut stream, kept) = (child.stderr.take().unwrap(), errors.clone());
+        std::thread::spawn(move || {
+            let mut piece = [0; 4096];
+            while let Ok(length @ 1..) = stream.read(&mut piece) {
+                *kept.lock().unwrap() += &String::from_utf8_lossy(&piece[..length]);
+            }
+        });
+        Rank { child, lines, errors }
     }
 }
 

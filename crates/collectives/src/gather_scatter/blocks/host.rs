@@ -15,7 +15,7 @@ use crate::{
     arguments::CheckedCall,
     chunked::{BETWEEN_NODES, chunk_for, copy, exchange_chunks_by_node},
     error::Result,
-    hierarchical::{HIERARCHICAL, Kind, Work},
+    hierarchical::{Broadcast, HIERARCHICAL, Kind, Work},
 };
 
 /// Bytes of one piece that a rank posts: its two mailboxes stay in L2.
@@ -132,6 +132,32 @@ pub(in crate::gather_scatter) fn run_by_nodes(
     };
     let work = Work { kind, nodes, signature, reducer, size, elements: longest, input, output };
     Ok(work.run(rounds, |rank| sent.piece(rank), |_| ())?)
+}
+
+/// Carries a broadcast of `longest` elements out [by nodes](crate::hierarchical).
+pub(in crate::gather_scatter) fn broadcast_by_nodes(
+    rounds: &mut Rounds,
+    call: &CheckedCall<'_>,
+    longest: usize,
+    nodes: &Nodes,
+) -> Result<(), FabricError> {
+    let (root, size) = (call.call.root, call.dtype.size());
+    let input = call.input.filter(|_| call.rank == root);
+    let input = input.map_or(std::ptr::null(), |input| {
+        input.data.wrapping_add(call.input_layout().piece(root).start * size)
+    });
+    let output = call.output.map_or(std::ptr::null_mut(), |output| {
+        output.data.wrapping_add(call.output_layout().piece(root).start * size)
+    });
+    let broadcast = Broadcast {
+        nodes,
+        signature: &Signature { algorithm: HIERARCHICAL, ..call.signature },
+        root,
+        len: longest * size,
+        input,
+        output: if std::ptr::eq(input, output) { std::ptr::null_mut() } else { output },
+    };
+    broadcast.run(rounds)
 }
 
 /// The bytes of a piece that a part covers; a piece may be shorter than others.

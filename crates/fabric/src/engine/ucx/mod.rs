@@ -6,6 +6,7 @@
 //! A killed peer is noticed within milliseconds by TCP, and by InfiniBand after a second; by shared memory alone it is noticed by its signs
 //! of life.
 
+mod exit;
 mod ffi;
 mod library;
 mod worker;
@@ -26,11 +27,8 @@ use sha2::{Digest, Sha256};
 
 pub use library::Survey;
 
-use self::{
-    library::Api,
-    worker::{Locked, Shared},
-};
-use super::{Engine, EngineError, Flight, Inbox, Lost, Message, inbox::LEAVES, owner::Owner};
+use self::{library::Api, worker::Shared};
+use super::{Engine, EngineError, Flight, Inbox, Lost, Message, owner::Owner};
 
 /// How an address begins.
 const NAME: &[u8; 4] = b"ucx1";
@@ -99,8 +97,9 @@ impl Ucx {
         let address = address_of(api, worker.0)?;
         let woken = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| EngineError::System { what: "an eventfd", reason: error.to_string() })?;
-        let shared = Shared::new(api, worker.0, peers, api.survey(context.0).leaves_the_machine());
-        shared.lock().listen()?;
+        let shared = Shared::new(api, worker.0, (rank, peers), api.survey(context.0).leaves_the_machine());
+        shared.lock().ok_or(EngineError::Exiting)?.listen()?;
+        exit::register(&shared);
         // The engine's drop ends worker and context, so they are not dropped here.
         std::mem::forget(worker);
         let context = context.keep();
@@ -133,35 +132,9 @@ impl Ucx {
     ) -> Result<(), EngineError> {
         self.owner.check()?;
         let Some(key) = self.inbox().key() else { return Err(EngineError::Closed) };
+        let locked = self.shared.lock().ok_or(EngineError::Exiting)?;
         // SAFETY: passed on to the caller.
-        unsafe { self.shared.lock().send(peer, (key, message), payload, flight) }
-    }
-
-    /// Tells the peers that this engine leaves, once they have what it sent; for [`FAREWELL`] at most.
-    fn leave(&self, locked: &Locked<'_>) {
-        let deadline = Instant::now() + FAREWELL;
-        let until = |done: &dyn Fn() -> bool| {
-            while !done() && Instant::now() < deadline {
-                if !locked.progress() {
-                    std::thread::yield_now();
-                }
-                locked.close_lost();
-            }
-        };
-        until(&|| locked.in_flight() == 0);
-        let peers = 0..self.inbox().peers();
-        let connected: Vec<usize> =
-            peers.filter(|&peer| locked.is_connected(peer) && !self.shared.is_lost(peer)).collect();
-        if let Some(key) = self.inbox().key() {
-            let message = Message { kind: LEAVES, sender: self.rank as u32, ..Message::default() };
-            for &peer in &connected {
-                // SAFETY: there is no payload. A peer that cannot be told notices by itself.
-                let _ = unsafe { locked.send(peer, (key, &message), &[], None) };
-            }
-        }
-        let closing: Vec<_> = connected.iter().filter_map(|&peer| locked.close(peer, 0)).collect();
-        until(&|| closing.iter().all(|&request| locked.is_complete(request)));
-        closing.into_iter().for_each(|request| locked.free(request));
+        unsafe { locked.send(peer, (key, message), payload, flight) }
     }
 }
 
@@ -230,7 +203,7 @@ impl Engine for Ucx {
         let Some(bytes) = unwrapped else {
             return Err(EngineError::Address { engine: self.name(), len: address.len() });
         };
-        let locked = self.shared.lock();
+        let locked = self.shared.lock().ok_or(EngineError::Exiting)?;
         if locked.is_connected(peer) {
             return Err(EngineError::Connected { peer });
         }
@@ -279,7 +252,7 @@ impl Engine for Ucx {
         }
         let is_open = self.inbox().key().is_some();
         if is_open {
-            let locked = self.shared.lock();
+            let Some(locked) = self.shared.lock() else { return std::thread::sleep(limit) };
             locked.close_lost();
             if !locked.arm() {
                 return;
@@ -314,12 +287,12 @@ impl Drop for Ucx {
             // The connections are the parent's.
             return;
         }
-        let locked = self.shared.lock();
-        self.leave(&locked);
+        let Some(locked) = self.shared.lock() else { return };
+        locked.leave(Instant::now() + FAREWELL);
         locked.destroy();
-        drop(locked);
         // SAFETY: its worker is destroyed.
         unsafe { (self.shared.api.functions.cleanup)(self.context) };
+        drop(locked);
         // SAFETY: nothing knows it any more, and it is not used again.
         unsafe { ManuallyDrop::drop(&mut self.shared) };
     }

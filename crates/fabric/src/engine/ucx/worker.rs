@@ -8,12 +8,17 @@ use std::{
     ffi::{c_uint, c_void},
     ptr,
     sync::{Arc, MutexGuard, PoisonError, TryLockError},
+    time::Instant,
 };
 
 use antiphon_device::sync::{AtomicU32, Mutex, Ordering};
 
 use super::{
-    super::{EngineError, Flight, Inbox, Key, Message, inbox::Landing},
+    super::{
+        EngineError, Flight, Inbox, Key, Message,
+        inbox::{LEAVES, Landing},
+    },
+    exit,
     ffi::{self, AmReceiveParam, Callback, Endpoint, OK, Outcome, RequestParam, Status, Worker},
     library::Api,
 };
@@ -29,6 +34,8 @@ pub(super) struct Shared {
     pub(super) api: &'static Api,
     pub(super) worker: Worker,
     pub(super) inbox: Inbox,
+    /// The rank that this is of.
+    rank: usize,
     lock: Mutex<()>,
     /// Accessed under the lock only.
     state: RefCell<State>,
@@ -42,6 +49,8 @@ pub(super) struct Shared {
 struct State {
     /// The endpoint of each peer. Those of lost peers are closed.
     endpoints: Vec<Option<Endpoint>>,
+    /// Whether the worker is destroyed.
+    is_destroyed: bool,
     /// All that were ever made, for the worker's end.
     requests: Vec<*mut Request>,
     free: Vec<*mut Request>,
@@ -69,13 +78,19 @@ pub(super) struct Locked<'a> {
 
 impl Shared {
     /// The state of a worker that is not used yet; [`listen`](Locked::listen) makes it receive.
-    pub(super) fn new(api: &'static Api, worker: Worker, peers: usize, tells_failures: bool) -> Arc<Self> {
+    pub(super) fn new(
+        api: &'static Api,
+        worker: Worker,
+        (rank, peers): (usize, usize),
+        tells_failures: bool,
+    ) -> Arc<Self> {
         let err_mode = if tells_failures { ffi::ERR_HANDLING_MODE_PEER } else { ffi::ERR_HANDLING_MODE_NONE };
         let state = State { endpoints: vec![None; peers], ..State::default() };
         Arc::new(Self {
             api,
             worker,
             inbox: Inbox::new(peers),
+            rank,
             lock: Mutex::default(),
             state: RefCell::new(state),
             err_mode,
@@ -83,17 +98,43 @@ impl Shared {
         })
     }
 
-    pub(super) fn lock(&self) -> Locked<'_> {
-        Locked { shared: self, _guard: self.lock.lock().unwrap_or_else(PoisonError::into_inner) }
+    /// The right to use the worker, once other threads have done with it: none if the process [exits](exit).
+    pub(super) fn lock(&self) -> Option<Locked<'_>> {
+        let lock =
+            || Locked { shared: self, _guard: self.lock.lock().unwrap_or_else(PoisonError::into_inner) };
+        (!exit::is_exiting()).then(lock)
     }
 
+    /// As [`lock`](Self::lock), if no other thread uses the worker.
     pub(super) fn try_lock(&self) -> Option<Locked<'_>> {
+        if exit::is_exiting() { None } else { self.try_lock_at_exit() }
+    }
+
+    fn try_lock_at_exit(&self) -> Option<Locked<'_>> {
         let _guard = match self.lock.try_lock() {
             Ok(guard) => guard,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return None,
         };
         Some(Locked { shared: self, _guard })
+    }
+
+    /// Says goodbye, unless the engine has been dropped, and keeps the lock: no thread can use the worker any more. If another thread keeps it
+    /// until the deadline, this gives up.
+    pub(super) fn leave_for_good(&self, deadline: Instant) {
+        loop {
+            if let Some(locked) = self.try_lock_at_exit() {
+                if !self.state.borrow().is_destroyed {
+                    locked.leave(deadline);
+                }
+                std::mem::forget(locked);
+                return;
+            }
+            if Instant::now() >= deadline {
+                return;
+            }
+            std::thread::yield_now();
+        }
     }
 
     pub(super) fn is_lost(&self, peer: usize) -> bool {
@@ -276,11 +317,39 @@ impl Locked<'_> {
         unsafe { (self.shared.api.functions.request_free)(request) };
     }
 
+    /// Tells the peers that this engine leaves, once they have what it sent; until the deadline at most.
+    pub(super) fn leave(&self, deadline: Instant) {
+        let shared = self.shared;
+        let until = |done: &dyn Fn() -> bool| {
+            while !done() && Instant::now() < deadline {
+                if !self.progress() {
+                    std::thread::yield_now();
+                }
+                self.close_lost();
+            }
+        };
+        until(&|| self.in_flight() == 0);
+        let peers = 0..shared.inbox.peers();
+        let connected: Vec<usize> =
+            peers.filter(|&peer| self.is_connected(peer) && !shared.is_lost(peer)).collect();
+        if let Some(key) = shared.inbox.key() {
+            let message = Message { kind: LEAVES, sender: shared.rank as u32, ..Message::default() };
+            for &peer in &connected {
+                // SAFETY: there is no payload. A peer that cannot be told notices by itself.
+                let _ = unsafe { self.send(peer, (key, &message), &[], None) };
+            }
+        }
+        let closing: Vec<_> = connected.iter().filter_map(|&peer| self.close(peer, 0)).collect();
+        until(&|| closing.iter().all(|&request| self.is_complete(request)));
+        closing.into_iter().for_each(|request| self.free(request));
+    }
+
     /// Destroys the worker. Nothing may use it afterwards, and nothing reads or writes what was in flight.
     pub(super) fn destroy(&self) {
         // SAFETY: this is the worker's end.
         unsafe { (self.shared.api.functions.worker_destroy)(self.shared.worker) };
-        let State { requests, .. } = self.shared.state.take();
+        let State { requests, .. } =
+            self.shared.state.replace(State { is_destroyed: true, ..State::default() });
         for request in requests {
             // SAFETY: it came from a box, and the callbacks that knew it will not come.
             drop(unsafe { Box::from_raw(request) });
