@@ -35,7 +35,7 @@ CASES: dict[int, list[tuple[str, list[int], tuple[str, ...]]]] = {
         ("all_reduce", [64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB], FORMS),
         ("reduce_scatter", [64 * KIB, MIB, 16 * MIB], ("auto", "mirrored", "hierarchical")),
         ("all_gather", [MIB, 4 * MIB, 16 * MIB], ("auto",)),
-        ("broadcast", [MIB, 4 * MIB, 16 * MIB], ("auto",)),
+        ("broadcast", [256 * KIB, MIB, 4 * MIB, 16 * MIB], ("auto", "mirrored", "hierarchical")),
     ],
 }
 #: Mixed operations of two nodes of two ranks: by tensor parallel ranks of a node and nodes, the modes.
@@ -171,12 +171,15 @@ def measure_mixed(second: str, rounds: int) -> dict[str, Any]:
     return {"unit": "µs", "rounds": rounds, "rows": list(rows.values()), "engine": []}
 
 
-def measure(second: str, rounds: int) -> dict[str, Any]:
-    """The rows of all contenders."""
+def measure(second: str, rounds: int, operations: list[str] | None) -> dict[str, Any]:
+    """The rows of all contenders, of these operations or of all."""
     taken: dict[tuple[int, str, int, str], list[float]] = {}
     port = 29500
     for _ in range(rounds):
-        for ranks, cases in CASES.items():
+        for ranks, all_cases in CASES.items():
+            cases = [case for case in all_cases if operations is None or case[0] in operations]
+            if not cases:
+                continue
             ours = [f"{name}:{size}:{form}" for name, sizes, forms in cases for size in sizes for form in forms]
             theirs = [f"{name}:{size}:gloo" for name, sizes, _ in cases for size in sizes]
             ours_command = [str(TARGET / "examples" / "nodes"), *ours]
@@ -201,6 +204,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mixed", action="store_true", help="mixed operations alone, beside the same of gloo's collectives")
+    parser.add_argument("--operations", nargs="+", help="these alone, such as broadcast")
     parser.add_argument("--gloo", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--second", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -210,7 +214,7 @@ def main() -> None:
         user = [] if os.getuid() == 0 else ["--user", "--map-root-user"]
         inside = ["unshare", *user, "--net", "--mount", "--kill-child", "--fork", "bash", "-c", NAMESPACES, "bash"]
         os.execvp(inside[0], [*inside, sys.executable, str(HERE), *sys.argv[1:]])
-    results = (measure_mixed if args.mixed else measure)(args.second, args.rounds)
+    results = measure_mixed(args.second, args.rounds) if args.mixed else measure(args.second, args.rounds, args.operations)
     for row in results["rows"] + results["engine"]:
         print(json.dumps(row, ensure_ascii=False))
     if args.record:

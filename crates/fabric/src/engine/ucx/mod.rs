@@ -35,8 +35,8 @@ const NAME: &[u8; 4] = b"ucx1";
 /// How many bytes of an address are its check sum, behind the name.
 const CHECK: usize = 8;
 
-/// How long an engine that is dropped waits for its peers to take what was sent.
-const FAREWELL: Duration = Duration::from_secs(1);
+/// How long an engine that is dropped waits for its peers to take what was sent: half of what a peer may be silent.
+const FAREWELL: Duration = Duration::from_secs(5);
 
 /// The engine that uses UCX.
 pub struct Ucx {
