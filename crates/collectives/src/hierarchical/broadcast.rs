@@ -1,7 +1,8 @@
 //! A broadcast that leaves the root's node along all of its rails.
 //!
-//! In the mirrored form the root alone sends to the other nodes. Here the root posts a *piece* for the ranks of its own node, and each of
-//! these posts a *share* of the piece, in the next round, for the other nodes. One round carries a piece and the shares of the piece before.
+//! In the mirrored form the root alone sends to the other nodes. Here the root posts a *piece* for the ranks of its own node, and a *share* of
+//! it for the other nodes. Each of the other ranks of its node posts its own share for them in the next round. So one round carries a piece, the
+//! root's share of it, and the other shares of the piece before.
 
 use std::ops::Range;
 
@@ -9,7 +10,7 @@ use antiphon_fabric::{FabricError, Nodes, Rounds, Signature, Written};
 
 use crate::chunked::copy;
 
-/// The most bytes of a piece: a mailbox holds one, and the share of another one at its own place.
+/// The most bytes of a piece: a mailbox holds one, and behind it the share of another one, at its own place.
 const PIECE: usize = Rounds::CAPACITY / 2;
 
 /// A broadcast to be carried out.
@@ -37,14 +38,27 @@ impl Broadcast<'_> {
                     copy(self.input.add(piece.start), rounds.outbox(Rounds::CAPACITY), piece.len());
                 }
             }
+            let posted = match before.as_ref().filter(|_| sends) {
+                _ if rank == self.root => self.share(rank, &piece),
+                Some(before) => {
+                    let share = self.share(rank, before);
+                    PIECE + share.start..PIECE + share.end
+                }
+                None => 0..0,
+            };
             rounds.exchange_by_node(self.signature, |_| {
-                let share = before.as_ref().filter(|_| sends).map_or(0..0, |before| self.share(rank, before));
-                Written::nothing(Rounds::CAPACITY).and(PIECE + share.start..PIECE + share.end)
+                Written::nothing(Rounds::CAPACITY).and(posted.clone())
             })?;
-            match (sends, before) {
-                (true, _) => self.pass_on(rounds, &piece),
-                (false, Some(before)) => self.gather(rounds, &before),
-                (false, None) => {}
+            if sends {
+                self.pass_on(rounds, &piece);
+            } else {
+                for &sender in self.senders() {
+                    match &before {
+                        _ if sender == self.root => self.gather(rounds, sender, 0, &piece),
+                        Some(before) => self.gather(rounds, sender, PIECE, before),
+                        None => {}
+                    }
+                }
             }
         }
         Ok(())
@@ -67,7 +81,8 @@ impl Broadcast<'_> {
         piece.len() * place / senders..piece.len() * (place + 1) / senders
     }
 
-    /// Takes a piece that the root has posted, and puts the own share of it into the next outbox.
+    /// Takes a piece that the root has posted for its node, and puts the own share of it into the next outbox. The root has its share where it is
+    /// posted, and only copies the piece, if the output is apart from the input.
     fn pass_on(&self, rounds: &mut Rounds, piece: &Range<usize>) {
         let (rank, next) = (rounds.rank(), rounds.outbox(Rounds::CAPACITY));
         let posted = match rank == self.root {
@@ -75,24 +90,24 @@ impl Broadcast<'_> {
             false => rounds.inbox(self.root, Rounds::CAPACITY),
         };
         let share = self.share(rank, piece);
-        // SAFETY: the root has posted the piece, or has it in its input, for which the output has room. The outbox is free since the wait.
+        // SAFETY: the root has posted the piece, or has it in its input, and the output has room for it. The outbox is free since the wait.
         unsafe {
-            copy(posted.add(share.start), next.add(PIECE + share.start), share.len());
+            if rank != self.root {
+                copy(posted.add(share.start), next.add(PIECE + share.start), share.len());
+            }
             if !self.output.is_null() {
                 copy(posted, self.output.add(piece.start), piece.len());
             }
         }
     }
 
-    /// Takes the shares of a piece that the senders have posted.
-    fn gather(&self, rounds: &Rounds, piece: &Range<usize>) {
-        for &sender in self.senders() {
-            let share = self.share(sender, piece);
-            // SAFETY: the sender has posted its share, for which the output has room.
-            unsafe {
-                let posted = rounds.inbox(sender, Rounds::CAPACITY).add(PIECE + share.start);
-                copy(posted, self.output.add(piece.start + share.start), share.len());
-            }
+    /// Takes a sender's share of a piece, which is posted behind so many bytes of the mailbox.
+    fn gather(&self, rounds: &Rounds, sender: usize, behind: usize, piece: &Range<usize>) {
+        let share = self.share(sender, piece);
+        // SAFETY: the sender has posted its share, for which the output has room.
+        unsafe {
+            let posted = rounds.inbox(sender, Rounds::CAPACITY).add(behind + share.start);
+            copy(posted, self.output.add(piece.start + share.start), share.len());
         }
     }
 }
