@@ -87,6 +87,7 @@ operations! {
     Broadcast = 9: Row {
         in_place: InPlace::Same,
         bus_factor: BusFactor::Once,
+        algorithms: &[(0x40, "hierarchical")],
         ..Row::on_tensors("broadcast", Extent::Block, Extent::Block).with_root(Root::Gives)
     },
     /// The root gets the reduction of all ranks' blocks.

@@ -177,7 +177,7 @@ fn about_the_operation<B: Backend>(world: usize) {
     disagree::<B>(
         world,
         (&f32s(AllReduce, 5), "all_reduce(5 × f32, sum"),
-        (&f32s(Broadcast, 5), "broadcast(5 × f32, root 0)"),
+        (&f32s(Broadcast, 5), "broadcast(5 × f32, root 0"),
     );
     disagree::<B>(
         world,
@@ -195,7 +195,7 @@ fn about_the_order<B: Backend>(world: usize) {
     };
     disagree::<B>(
         world,
-        (&both(Operation::Broadcast, Operation::AllGather), "broadcast(5 × u8, root 0)"),
+        (&both(Operation::Broadcast, Operation::AllGather), "broadcast(5 × u8, root 0"),
         (&both(Operation::AllGather, Operation::Broadcast), "all_gather(5 × u8)"),
     );
 }
