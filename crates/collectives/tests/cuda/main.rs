@@ -21,7 +21,7 @@ mod repeated;
 mod streams;
 mod tenants;
 
-use antiphon_collectives::{Collectives, ReduceOp, cuda::Algorithm};
+use antiphon_collectives::{Collectives, ReduceOp, StreamCollectives, cuda::Algorithm};
 use antiphon_tensor::{DType, bf16};
 use harness::{What, on_gpus, values};
 

@@ -9,7 +9,7 @@ use std::{
 };
 
 use antiphon_collectives::{
-    Call, Communicator, ReduceOp, Result,
+    Call, Communicator, ReduceOp, Result, StreamCollectives,
     all_reduce::{Algorithm, AllReduceOptions},
     cuda::CudaCollectives,
     mixed::CudaMixedHandler,
