@@ -224,6 +224,21 @@ impl Backend for Gpus {
         self.over(unsafe { self.collectives.call_in_place(call, &mut buffer, self.stream.borrow()) })
     }
 
+    fn by_name(
+        &self,
+        call: &Call<'_>,
+        input: Option<TensorView<'_>>,
+        output: Option<TensorViewMut<'_>>,
+    ) -> Result<()> {
+        // SAFETY: as above.
+        self.over(unsafe { by_name!(&self.collectives, call, input, output, &*self.stream) })
+    }
+
+    fn by_name_in_place(&self, call: &Call<'_>, buffer: TensorViewMut<'_>) -> Result<()> {
+        // SAFETY: as above.
+        self.over(unsafe { by_name_in_place!(&self.collectives, call, buffer, &*self.stream) })
+    }
+
     fn all_reduce_with(
         &self,
         input: TensorView<'_>,
