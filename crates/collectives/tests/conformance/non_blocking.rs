@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use antiphon_collectives::{CollectiveError, Collectives, Communicator, NonBlocking, ReduceOp};
 use antiphon_fabric::{FabricError, Pending};
-use antiphon_operation::{Call, Operation};
+use antiphon_operation::Call;
 use antiphon_tensor::{DType, Element, with_dtype};
 
 use crate::{
@@ -106,7 +106,7 @@ fn many_may_be_in_flight_beside_blocking_calls<B: Backend>(world: usize) {
                 let mine = inputs(i)[comm.rank()].to_vec::<f32>();
                 let handle = comm.start_all_reduce(mine, ReduceOp::Sum).unwrap();
                 rank.all_reduce(i * 100, ReduceOp::Sum, Way::Automatic);
-                rank.call(&Call::new(Operation::Broadcast).with_root(i % world), i);
+                rank.call(&Call::broadcast(i % world), i);
                 handle
             })
             .collect();

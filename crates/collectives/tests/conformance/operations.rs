@@ -152,9 +152,7 @@ impl<'c, B: Backend> Rank<'c, B> {
         let call = || match way {
             Way::Automatic => by(&mut input, &mut output, AllReduceOptions::default()),
             Way::By(algorithm) => by(&mut input, &mut output, algorithm.into()),
-            Way::InPlace => {
-                self.comm.call_in_place(&Call::new(Operation::AllReduce).with_op(op), input.view_mut())
-            }
+            Way::InPlace => self.comm.call_in_place(&Call::all_reduce(op), input.view_mut()),
         };
         let is_done = self.make(Some(op), call, &what);
         if let (Way::InPlace, true) = (way, is_done) {
@@ -275,7 +273,7 @@ impl<'c, B: Backend> Rank<'c, B> {
 pub fn uneven(rank: usize, world: usize, counts: impl Fn(usize, usize) -> usize) -> Call<'static> {
     let (sends, receives): (Vec<usize>, Vec<usize>) =
         (0..world).map(|peer| (counts(rank, peer), counts(peer, rank))).unzip();
-    Call::new(Operation::AllToAllV).with_counts(sends).with_receives(receives)
+    Call::all_to_all_v(sends, receives)
 }
 
 /// The operations of the table that [`Rank::call`] serves.

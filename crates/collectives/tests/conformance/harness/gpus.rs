@@ -95,7 +95,7 @@ impl Gpus {
     /// Loads the kernels of reductions to parts, which a call of no elements does.
     fn load_parts(&self, dtype: DType, op: ReduceOp) {
         let counts = vec![0; self.comm.world_size()];
-        let call = Call::new(Operation::ReduceScatterV).with_counts(counts).with_op(op);
+        let call = Call::reduce_scatter_v(counts, op);
         let [mut input, mut output] = [(); 2].map(|()| Loose::new(self, Like::of(dtype, 0)));
         self.call(&call, Some(input.view()), Some(output.view_mut())).unwrap();
     }
