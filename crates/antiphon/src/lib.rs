@@ -40,8 +40,9 @@
 //! 1. **Joining a world.** A [`Communicator`](fabric::Communicator) connects a rank to its world. It is made from the
 //!    environment ([`from_env`](fabric::Communicator::from_env)), from a path, or through a channel of the caller
 //!    ([`builder`](fabric::Communicator::builder)); [`fabric::rendezvous`] describes how ranks find and authenticate each other.
-//! 2. **Collectives.** [`Collectives`](collectives::Collectives) has the operations, and
-//!    [`NonBlocking`](collectives::NonBlocking) their forms that return a handle. [`collectives::all_reduce`] explains the
+//! 2. **Collectives.** [`Collectives`](collectives::Collectives) has the operations on host memory,
+//!    [`StreamCollectives`](collectives::StreamCollectives) the same between GPUs, in a stream, and
+//!    [`NonBlocking`](collectives::NonBlocking) forms that return a handle. [`collectives::all_reduce`] explains the
 //!    algorithms and the choice among them. [`collectives::fusion`] fuses an all-reduce with the steps that follow it:
 //!    residual, RMS norm, quantisation, mixtures of experts.
 //! 3. **Tensors.** [`tensor`] has the dtypes with their exact conversions, and views of borrowed memory.
@@ -103,7 +104,7 @@ pub mod nccl {
 pub mod prelude {
     pub use crate::cuda::{self, CudaCollectives};
     pub use antiphon_collectives::{
-        CollectiveError, Collectives, NonBlocking, ReduceOp, fusion::FusedAllReduce,
+        CollectiveError, Collectives, NonBlocking, ReduceOp, StreamCollectives, fusion::FusedAllReduce,
     };
     pub use antiphon_fabric::{Communicator, FabricError, LocalWorld, Pending};
     pub use antiphon_tensor::{DType, Device, TensorView, TensorViewMut, bf16, f16};

@@ -4,7 +4,7 @@
 mod timing;
 
 use antiphon_collectives::{
-    CollectiveError, ReduceOp,
+    CollectiveError, ReduceOp, StreamCollectives,
     cuda::{Algorithm, AllReduceOptions, CudaCollectives},
 };
 use antiphon_device::cuda::{Context, DeviceMemory, Driver, Stream};

@@ -10,7 +10,7 @@ mod timing;
 use std::time::Instant;
 
 use antiphon_collectives::{
-    CollectiveError, ReduceOp,
+    CollectiveError, ReduceOp, StreamCollectives,
     cuda::{Algorithm, CudaCollectives},
     fusion::{FusedAllReduce, Quantization, Scale, Source},
 };

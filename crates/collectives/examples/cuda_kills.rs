@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use antiphon_collectives::{CollectiveError, ReduceOp, cuda::CudaCollectives};
+use antiphon_collectives::{CollectiveError, ReduceOp, StreamCollectives, cuda::CudaCollectives};
 use antiphon_device::cuda::{Context, DeviceMemory, Driver};
 use antiphon_fabric::{Communicator, FabricError};
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};

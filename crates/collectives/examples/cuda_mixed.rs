@@ -4,7 +4,7 @@
 mod timing;
 
 use antiphon_collectives::{
-    CollectiveError, ReduceOp,
+    CollectiveError, ReduceOp, StreamCollectives,
     cuda::CudaCollectives,
     mixed::{CudaMixedHandler, MixedCall, MixedLayout, MixedMode, MixedOp},
 };

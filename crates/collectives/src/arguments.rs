@@ -128,6 +128,21 @@ impl<'c> CheckedCall<'c> {
         Self::in_place(call, ranks, Output::on(device, call.operation, buffer)?)
     }
 
+    /// [`of_tensors`](Self::of_tensors) of a call in a stream, where a broadcast without an input takes place in the output.
+    #[inline]
+    pub(crate) fn in_stream(
+        device: Device,
+        call: &'c Call<'c>,
+        ranks: (usize, usize),
+        input: Option<&TensorView<'_>>,
+        output: Option<&mut TensorViewMut<'_>>,
+    ) -> Result<Self> {
+        match (call.operation, input, output) {
+            (Operation::Broadcast, None, Some(buffer)) => Self::of_buffer(device, call, ranks, buffer),
+            (_, input, output) => Self::of_tensors(device, call, ranks, input, output),
+        }
+    }
+
     /// [`of_tensors`](Self::of_tensors) for every pair of a list.
     pub(crate) fn of_lists(
         device: Device,

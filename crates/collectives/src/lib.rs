@@ -1,6 +1,7 @@
 //! # antiphon-collectives: the collective operations
 //!
-//! The trait [`Collectives`] gives a [`Communicator`] its collective operations. Tensors are slices, vectors or
+//! The trait [`Collectives`] gives a [`Communicator`] its collective operations, and [`StreamCollectives`] has the same operations
+//! between GPUs. Tensors are slices, vectors or
 //! [`TensorView`](antiphon_tensor::TensorView)s of host memory, of any dtype, any length and any alignment, but
 //! contiguous.
 //!
@@ -55,6 +56,6 @@ pub use antiphon_fabric::Communicator;
 pub use antiphon_operation::Call;
 
 pub use algorithm_table::AlgorithmTable;
-pub use collectives::Collectives;
+pub use collectives::{Collectives, StreamCollectives};
 pub use error::{CollectiveError, Result};
 pub use non_blocking::NonBlocking;

@@ -1,7 +1,7 @@
 //! The collectives between GPUs through NCCL: the yardstick, and the fallback.
 //!
-//! [`NcclCollectives`] has the methods of [`CudaCollectives`](crate::cuda::CudaCollectives), and puts NCCL's kernels into
-//! the stream instead of ours. It serves as a yardstick, for devices that do not reach each other's memory, and for
+//! [`NcclCollectives`] has the operations of [`StreamCollectives`] as
+//! [`CudaCollectives`](crate::cuda::CudaCollectives) has, and puts NCCL's kernels into the stream instead of ours. It serves as a yardstick, for devices that do not reach each other's memory, and for
 //! dtypes that our kernels do not reduce. Two promises of this crate are not NCCL's:
 //!
 //! * **The bits are its own.** It reduces in an order that depends on the size, the number of ranks, the links and its
@@ -25,8 +25,10 @@ use antiphon_operation::{Call, Root};
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 use crate::{
+    StreamCollectives,
     arguments::{CheckedCall, Input, Output},
     error::{CollectiveError, Result},
+    fusion::{FusedAllReduce, Operand},
 };
 
 /// Collectives between the GPUs of a communicator's ranks, through NCCL.
@@ -38,6 +40,52 @@ pub struct NcclCollectives {
     nccl: NcclCommunicator,
     /// The word whose sum is a barrier.
     word: DeviceMemory,
+}
+
+/// What NCCL has no call for is made of its sends and receives in one group, or of one reduction to each rank. NCCL chooses its own
+/// algorithms.
+impl StreamCollectives for NcclCollectives {
+    unsafe fn call(
+        &self,
+        call: &Call<'_>,
+        input: Option<&TensorView<'_>>,
+        output: Option<&mut TensorViewMut<'_>>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        if call.operation == Operation::Barrier {
+            return self.wait_for_all(stream);
+        }
+        let checked = CheckedCall::in_stream(self.serves(), call, self.ranks(), input, output)?;
+        // SAFETY: passed on.
+        Ok(unsafe { self.carry_out(&checked, stream) }?)
+    }
+
+    /// NCCL's messages, of which an all-to-all is made, may not overlap: [`FabricError::NotImplemented`].
+    unsafe fn call_in_place(
+        &self,
+        call: &Call<'_>,
+        buffer: &mut TensorViewMut<'_>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        let checked = CheckedCall::of_buffer(self.serves(), call, self.ranks(), buffer)?;
+        if call.operation == Operation::AllToAll {
+            let text = "all_to_all in place by NCCL (whose messages may not overlap: pass another output)";
+            return Err(FabricError::NotImplemented(text.into()).into());
+        }
+        // SAFETY: passed on.
+        Ok(unsafe { self.carry_out(&checked, stream) }?)
+    }
+
+    /// NCCL fuses nothing: [`FabricError::NotImplemented`].
+    unsafe fn all_reduce_fused<'s>(
+        &self,
+        _: FusedAllReduce<Operand<'_>>,
+        _: impl Into<StreamRef<'s>>,
+    ) -> Result<()> {
+        let text = "all_reduce_fused by NCCL (which fuses nothing: call all_reduce and compute the rest, or call it on \
+                    CudaCollectives or with tensors on the host)";
+        Err(FabricError::NotImplemented(text.into()).into())
+    }
 }
 
 impl NcclCollectives {
@@ -91,149 +139,15 @@ impl NcclCollectives {
         self.nccl.check().map_err(CollectiveError::from)
     }
 
-    /// `output[i] = op over all ranks of input[i]`, on every rank, in the order of the stream. `output` may be `input`.
-    ///
-    /// # Errors
-    /// [`CollectiveError`] for arguments that make no sense; [`FabricError::Device`].
-    ///
-    /// # Safety
-    /// Here and in the other methods: the tensors stay valid, and are not used in another way, until the stream, which
-    /// is of this [`context`](Self::context), has passed the call.
-    pub unsafe fn all_reduce<'i, 'o, 's>(
-        &self,
-        input: impl Into<TensorView<'i>>,
-        output: impl Into<TensorViewMut<'o>>,
-        op: ReduceOp,
-        stream: impl Into<StreamRef<'s>>,
-    ) -> Result<()> {
-        let call = Call::new(Operation::AllReduce).with_op(op);
-        let (input, mut output) = (input.into(), output.into());
-        // SAFETY: passed on.
-        unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
-    }
-
-    /// All ranks' `input`, one behind the other by rank, to the `output` of every rank.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](Self::all_reduce).
-    ///
-    /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
-    pub unsafe fn all_gather<'i, 'o, 's>(
-        &self,
-        input: impl Into<TensorView<'i>>,
-        output: impl Into<TensorViewMut<'o>>,
-        stream: impl Into<StreamRef<'s>>,
-    ) -> Result<()> {
-        let call = Call::new(Operation::AllGather);
-        let (input, mut output) = (input.into(), output.into());
-        // SAFETY: passed on.
-        unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
-    }
-
-    /// Reduces the inputs, which have one block for each rank, and gives every rank its block.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](Self::all_reduce).
-    ///
-    /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
-    pub unsafe fn reduce_scatter<'i, 'o, 's>(
-        &self,
-        input: impl Into<TensorView<'i>>,
-        output: impl Into<TensorViewMut<'o>>,
-        op: ReduceOp,
-        stream: impl Into<StreamRef<'s>>,
-    ) -> Result<()> {
-        let call = Call::new(Operation::ReduceScatter).with_op(op);
-        let (input, mut output) = (input.into(), output.into());
-        // SAFETY: passed on.
-        unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
-    }
-
-    /// Block `r` of every rank's `input` to rank r's `output`, where the blocks lie in the order of their senders.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](Self::all_reduce).
-    ///
-    /// # Safety
-    /// As [`all_reduce`](Self::all_reduce); and the tensors do not overlap.
-    pub unsafe fn all_to_all<'i, 'o, 's>(
-        &self,
-        input: impl Into<TensorView<'i>>,
-        output: impl Into<TensorViewMut<'o>>,
-        stream: impl Into<StreamRef<'s>>,
-    ) -> Result<()> {
-        let call = Call::new(Operation::AllToAll);
-        let (input, mut output) = (input.into(), output.into());
-        // SAFETY: passed on.
-        unsafe { self.call(&call, Some(&input), Some(&mut output), stream.into()) }
-    }
-
-    /// Any operation of the table as a value. What NCCL has no call for is made of its sends and receives in one group, or of one
-    /// reduction to each rank. A rank need not pass a tensor that is the root's alone.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](Self::all_reduce); [`CollectiveError::Refused`] for what moves no tensor of one input and one output.
-    ///
-    /// # Safety
-    /// As [`all_reduce`](Self::all_reduce); and the tensors of operations other than all-reduce do not overlap.
-    pub unsafe fn call(
-        &self,
-        call: &Call<'_>,
-        input: Option<&TensorView<'_>>,
-        output: Option<&mut TensorViewMut<'_>>,
-        stream: StreamRef<'_>,
-    ) -> Result<()> {
-        match (call.operation, input, output) {
-            (Operation::Barrier, ..) => self.barrier(stream),
-            // SAFETY: passed on.
-            (Operation::Broadcast, None, Some(buffer)) => unsafe { self.call_in_place(call, buffer, stream) },
-            (_, input, output) => {
-                let ranks = (self.rank(), self.world_size());
-                let checked = CheckedCall::of_tensors(self.serves(), call, ranks, input, output)?;
-                // SAFETY: passed on.
-                Ok(unsafe { self.carry_out(&checked, stream) }?)
-            }
-        }
-    }
-
-    /// [`call`](Self::call) with one buffer for input and output, where the operation allows that and NCCL does: its messages, of
-    /// which an all-to-all is made, may not overlap.
-    ///
-    /// # Errors
-    /// As [`call`](Self::call); [`FabricError::NotImplemented`] for an all-to-all.
-    ///
-    /// # Safety
-    /// As [`call`](Self::call).
-    pub unsafe fn call_in_place(
-        &self,
-        call: &Call<'_>,
-        buffer: &mut TensorViewMut<'_>,
-        stream: StreamRef<'_>,
-    ) -> Result<()> {
-        let ranks = (self.rank(), self.world_size());
-        let checked = CheckedCall::of_buffer(self.serves(), call, ranks, buffer)?;
-        if call.operation == Operation::AllToAll {
-            let text = "all_to_all in place by NCCL (whose messages may not overlap: pass another output)";
-            return Err(FabricError::NotImplemented(text.into()).into());
-        }
-        // SAFETY: passed on.
-        Ok(unsafe { self.carry_out(&checked, stream) }?)
-    }
-
-    /// Makes the stream wait until the streams of all ranks have reached this call.
-    ///
-    /// # Errors
-    /// [`FabricError::Device`].
-    pub fn barrier(&self, stream: StreamRef<'_>) -> Result<()> {
+    /// The barrier, in the order of the stream.
+    fn wait_for_all(&self, stream: StreamRef<'_>) -> Result<()> {
         let word = self.word.pointer();
         // SAFETY: the word lives as long as the communicator, which waits for its work when it is dropped; nobody reads it.
         Ok(unsafe { self.nccl.all_reduce(word, word, 1, DType::I32, ReduceOp::Sum, stream) }?)
     }
 
     /// # Safety
-    /// As [`call`](Self::call).
+    /// As [`call`](StreamCollectives::call).
     unsafe fn carry_out(
         &self,
         call: &CheckedCall<'_>,
@@ -284,10 +198,10 @@ impl NcclCollectives {
     /// A tensor to another rank, which [receives](Self::recv) it.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce); [`FabricError::InvalidArgument`] when there is no rank `to`.
+    /// As [`call`](StreamCollectives::call); [`FabricError::InvalidArgument`] when there is no rank `to`.
     ///
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
+    /// As [`call`](StreamCollectives::call).
     pub unsafe fn send(&self, input: &TensorView<'_>, to: usize, stream: StreamRef<'_>) -> Result<()> {
         self.check_peer("destination", to)?;
         let from = Input::on(self.serves(), Operation::Message, input)?;
@@ -302,7 +216,7 @@ impl NcclCollectives {
     /// As [`send`](Self::send).
     ///
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
+    /// As [`call`](StreamCollectives::call).
     pub unsafe fn recv(
         &self,
         output: &mut TensorViewMut<'_>,
@@ -323,7 +237,7 @@ impl NcclCollectives {
     /// As [`send`](Self::send).
     ///
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce); and the tensors do not overlap.
+    /// As [`call`](StreamCollectives::call); and the tensors do not overlap.
     pub unsafe fn send_recv(
         &self,
         input: &TensorView<'_>,
@@ -354,10 +268,10 @@ impl NcclCollectives {
     /// One call for each tensor of a list, in one group.
     ///
     /// # Errors
-    /// As [`call`](Self::call); [`CollectiveError::Refused`] if there is not an output for each input.
+    /// As [`call`](StreamCollectives::call); [`CollectiveError::Refused`] if there is not an output for each input.
     ///
     /// # Safety
-    /// As [`call`](Self::call).
+    /// As [`call`](StreamCollectives::call).
     pub unsafe fn call_list(
         &self,
         call: &Call<'_>,
@@ -365,31 +279,18 @@ impl NcclCollectives {
         outputs: &mut [TensorViewMut<'_>],
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        let ranks = (self.rank(), self.world_size());
-        let checked = CheckedCall::of_lists(self.serves(), call, ranks, inputs, outputs)?;
+        let checked = CheckedCall::of_lists(self.serves(), call, self.ranks(), inputs, outputs)?;
         // SAFETY: passed on.
         let all = || checked.iter().try_for_each(|call| unsafe { self.carry_out(call, stream) });
         Ok(self.nccl.grouped(all)?)
     }
 
-    /// The root's `buffer` to the `buffer` of every rank.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](Self::all_reduce); [`FabricError::InvalidArgument`] when there is no rank `root`.
-    ///
-    /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
-    pub unsafe fn broadcast<'o, 's>(
-        &self,
-        buffer: impl Into<TensorViewMut<'o>>,
-        root: usize,
-        stream: impl Into<StreamRef<'s>>,
-    ) -> Result<()> {
-        let call = Call::new(Operation::Broadcast).with_root(root);
-        // SAFETY: passed on.
-        unsafe { self.call_in_place(&call, &mut buffer.into(), stream.into()) }
+    /// This rank, and how many there are.
+    fn ranks(&self) -> (usize, usize) {
+        (self.rank(), self.world_size())
     }
 
+    /// Where tensors must be.
     fn serves(&self) -> Device {
         Device::Cuda(self.context().device().ordinal())
     }

@@ -1,6 +1,6 @@
 //! The non-blocking forms of the operations: each returns a handle, which returns the buffers.
 
-use antiphon_fabric::{Communicator, FabricError, Operation, Pending};
+use antiphon_fabric::{Communicator, FabricError, Pending};
 use antiphon_operation::{Call, InPlace};
 use antiphon_tensor::Element;
 
@@ -39,41 +39,73 @@ pub trait NonBlocking {
     /// [`Collectives::call`]. The handle gives the output: the input's vector where the operation works in place, else a new one,
     /// which is empty on a rank that gets nothing.
     fn start_call<T: Element>(&self, call: Call<'static>, input: Vec<T>) -> Handle<T>;
+
+    /// [`Collectives::scatter`] of blocks of `count` elements; the root gives its row, the others an empty vector. The
+    /// handle gives this rank's block.
+    fn start_scatter<T: Element>(&self, row: Vec<T>, count: usize, root: usize) -> Handle<T>;
+
+    /// [`Communicator::barrier`].
+    fn start_barrier(&self) -> Result<Pending<(), FabricError>>;
+
     /// [`Collectives::all_reduce_in_place`].
-    fn start_all_reduce<T: Element>(&self, buffer: Vec<T>, op: ReduceOp) -> Handle<T>;
+    fn start_all_reduce<T: Element>(&self, buffer: Vec<T>, op: ReduceOp) -> Handle<T> {
+        self.start_call(Call::all_reduce(op), buffer)
+    }
+
     /// [`Collectives::all_gather`]; the handle gives the gathered elements.
-    fn start_all_gather<T: Element>(&self, input: Vec<T>) -> Handle<T>;
+    fn start_all_gather<T: Element>(&self, input: Vec<T>) -> Handle<T> {
+        self.start_call(Call::all_gather(), input)
+    }
+
     /// [`Collectives::reduce_scatter`]; the handle gives this rank's block.
-    fn start_reduce_scatter<T: Element>(&self, input: Vec<T>, op: ReduceOp) -> Handle<T>;
+    fn start_reduce_scatter<T: Element>(&self, input: Vec<T>, op: ReduceOp) -> Handle<T> {
+        self.start_call(Call::reduce_scatter(op), input)
+    }
+
     /// [`Collectives::all_to_all_in_place`].
-    fn start_all_to_all<T: Element>(&self, buffer: Vec<T>) -> Handle<T>;
+    fn start_all_to_all<T: Element>(&self, buffer: Vec<T>) -> Handle<T> {
+        self.start_call(Call::all_to_all(), buffer)
+    }
+
     /// [`Collectives::broadcast`].
-    fn start_broadcast<T: Element>(&self, buffer: Vec<T>, root: usize) -> Handle<T>;
+    fn start_broadcast<T: Element>(&self, buffer: Vec<T>, root: usize) -> Handle<T> {
+        self.start_call(Call::broadcast(root), buffer)
+    }
+
     /// [`Collectives::reduce_in_place`].
-    fn start_reduce<T: Element>(&self, buffer: Vec<T>, op: ReduceOp, root: usize) -> Handle<T>;
+    fn start_reduce<T: Element>(&self, buffer: Vec<T>, op: ReduceOp, root: usize) -> Handle<T> {
+        self.start_call(Call::reduce(op, root), buffer)
+    }
+
     /// [`Collectives::all_to_all_v`]; the handle gives what has come.
     fn start_all_to_all_v<T: Element>(
         &self,
         input: Vec<T>,
         sends: Vec<usize>,
         receives: Vec<usize>,
-    ) -> Handle<T>;
+    ) -> Handle<T> {
+        self.start_call(Call::all_to_all_v(sends, receives), input)
+    }
+
     /// [`Collectives::all_gather_v`]; the handle gives the gathered elements.
-    fn start_all_gather_v<T: Element>(&self, input: Vec<T>, counts: Vec<usize>) -> Handle<T>;
+    fn start_all_gather_v<T: Element>(&self, input: Vec<T>, counts: Vec<usize>) -> Handle<T> {
+        self.start_call(Call::all_gather_v(counts), input)
+    }
+
     /// [`Collectives::reduce_scatter_v`]; the handle gives this rank's part.
     fn start_reduce_scatter_v<T: Element>(
         &self,
         input: Vec<T>,
         counts: Vec<usize>,
         op: ReduceOp,
-    ) -> Handle<T>;
+    ) -> Handle<T> {
+        self.start_call(Call::reduce_scatter_v(counts, op), input)
+    }
+
     /// [`Collectives::gather`]; the handle gives the root what it gathered, and the others nothing.
-    fn start_gather<T: Element>(&self, input: Vec<T>, root: usize) -> Handle<T>;
-    /// [`Collectives::scatter`] of blocks of `count` elements; the root gives its row, the others an empty vector. The
-    /// handle gives this rank's block.
-    fn start_scatter<T: Element>(&self, row: Vec<T>, count: usize, root: usize) -> Handle<T>;
-    /// [`Communicator::barrier`].
-    fn start_barrier(&self) -> Result<Pending<(), FabricError>>;
+    fn start_gather<T: Element>(&self, input: Vec<T>, root: usize) -> Handle<T> {
+        self.start_call(Call::gather(root), input)
+    }
 }
 
 /// An output with room for `count` elements, or an error that names the count.
@@ -102,56 +134,6 @@ impl NonBlocking for Communicator {
         })?)
     }
 
-    fn start_all_reduce<T: Element>(&self, buffer: Vec<T>, op: ReduceOp) -> Handle<T> {
-        self.start_call(Call::new(Operation::AllReduce).with_op(op), buffer)
-    }
-
-    fn start_all_gather<T: Element>(&self, input: Vec<T>) -> Handle<T> {
-        self.start_call(Call::new(Operation::AllGather), input)
-    }
-
-    fn start_reduce_scatter<T: Element>(&self, input: Vec<T>, op: ReduceOp) -> Handle<T> {
-        self.start_call(Call::new(Operation::ReduceScatter).with_op(op), input)
-    }
-
-    fn start_all_to_all<T: Element>(&self, buffer: Vec<T>) -> Handle<T> {
-        self.start_call(Call::new(Operation::AllToAll), buffer)
-    }
-
-    fn start_broadcast<T: Element>(&self, buffer: Vec<T>, root: usize) -> Handle<T> {
-        self.start_call(Call::new(Operation::Broadcast).with_root(root), buffer)
-    }
-
-    fn start_reduce<T: Element>(&self, buffer: Vec<T>, op: ReduceOp, root: usize) -> Handle<T> {
-        self.start_call(Call::new(Operation::Reduce).with_op(op).with_root(root), buffer)
-    }
-
-    fn start_all_to_all_v<T: Element>(
-        &self,
-        input: Vec<T>,
-        sends: Vec<usize>,
-        receives: Vec<usize>,
-    ) -> Handle<T> {
-        self.start_call(Call::new(Operation::AllToAllV).with_counts(sends).with_receives(receives), input)
-    }
-
-    fn start_all_gather_v<T: Element>(&self, input: Vec<T>, counts: Vec<usize>) -> Handle<T> {
-        self.start_call(Call::new(Operation::AllGatherV).with_counts(counts), input)
-    }
-
-    fn start_reduce_scatter_v<T: Element>(
-        &self,
-        input: Vec<T>,
-        counts: Vec<usize>,
-        op: ReduceOp,
-    ) -> Handle<T> {
-        self.start_call(Call::new(Operation::ReduceScatterV).with_counts(counts).with_op(op), input)
-    }
-
-    fn start_gather<T: Element>(&self, input: Vec<T>, root: usize) -> Handle<T> {
-        self.start_call(Call::new(Operation::Gather).with_root(root), input)
-    }
-
     fn start_scatter<T: Element>(&self, row: Vec<T>, count: usize, root: usize) -> Handle<T> {
         Ok(self.spawn(move |comm| {
             let mut output = room(count)?;
@@ -161,35 +143,5 @@ impl NonBlocking for Communicator {
 
     fn start_barrier(&self) -> Result<Pending<(), FabricError>> {
         Ok(self.spawn(Communicator::barrier)?)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use antiphon_fabric::LocalWorld;
-
-    use super::*;
-
-    #[test]
-    fn rooted_and_uneven_forms_go_on_in_the_background() {
-        let results = LocalWorld::run(3, |comm| {
-            let rank = comm.rank() as i32;
-            let gathered = comm.start_gather(vec![rank, -rank], 1)?;
-            let row = if rank == 2 { (0..6).collect() } else { Vec::new() };
-            let block = comm.start_scatter(row, 2, 2)?;
-            // Rank r sends r elements to every rank.
-            let sent = comm.start_all_to_all_v(
-                vec![rank; 3 * rank as usize],
-                vec![rank as usize; 3],
-                vec![0, 1, 2],
-            )?;
-            Ok::<_, CollectiveError>((gathered.wait()?, block.wait()?, sent.wait()?))
-        });
-        for (rank, result) in results.into_iter().enumerate() {
-            let (gathered, block, come) = result.unwrap();
-            assert_eq!(gathered, if rank == 1 { vec![0, 0, 1, -1, 2, -2] } else { vec![] });
-            assert_eq!(block, [2 * rank as i32, 2 * rank as i32 + 1]);
-            assert_eq!(come, [1, 2, 2]);
-        }
     }
 }

@@ -3,7 +3,7 @@
 mod calls;
 mod gpus;
 
-use antiphon_collectives::{ReduceOp, cuda::CudaCollectives};
+use antiphon_collectives::{ReduceOp, StreamCollectives, cuda::CudaCollectives};
 use antiphon_device::cuda::{Context, DeviceMemory};
 use antiphon_fabric::LocalWorld;
 use antiphon_operation::Operation;

@@ -19,6 +19,7 @@
 
 mod call;
 mod layout;
+mod named;
 mod operation;
 mod reduce_op;
 mod row;

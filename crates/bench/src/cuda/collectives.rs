@@ -4,7 +4,8 @@ use std::rc::Rc;
 
 use antiphon::{
     collectives::{
-        CollectiveError, all_reduce::AllReduceOptions, cuda::CudaCollectives, nccl::NcclCollectives,
+        CollectiveError, StreamCollectives, all_reduce::AllReduceOptions, cuda::CudaCollectives,
+        nccl::NcclCollectives,
     },
     device::cuda::StreamRef,
     operation::{Call, Operation},
@@ -17,7 +18,7 @@ use super::{
 };
 use crate::{
     Result,
-    case::{Case, Collective, ROOT},
+    case::{Case, Collective},
     pattern::Reference,
 };
 
@@ -74,11 +75,8 @@ impl Library<'_> {
                         Self::Ours(ours) => ours.all_gather_list(&inputs, &mut outputs, stream),
                     }
                 }
-                (Collective::Of(Operation::Broadcast), Self::Ours(ours)) => {
-                    ours.call_in_place(&call, output, stream)
-                }
-                (Collective::Of(Operation::Broadcast), Self::Nccl(nccl)) => {
-                    nccl.broadcast(output, ROOT, stream)
+                (Collective::Of(Operation::Broadcast), _) => {
+                    each!(self, library => library.call_in_place(&call, output, stream))
                 }
                 _ => self.call(&call, &input, output, stream),
             }

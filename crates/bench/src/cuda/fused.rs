@@ -4,7 +4,10 @@
 use std::rc::Rc;
 
 use antiphon::{
-    collectives::fusion::{FusedAllReduce, Quantization, Scale},
+    collectives::{
+        StreamCollectives,
+        fusion::{FusedAllReduce, Quantization, Scale},
+    },
     device::{ReduceOp, cuda::LaunchConfig},
     operation::{Call, Operation},
     tensor::DType,

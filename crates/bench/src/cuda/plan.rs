@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use antiphon::{
     collectives::{
-        Communicator,
+        Communicator, StreamCollectives,
         cuda::{CudaBuilder, CudaCollectives},
     },
     device::{

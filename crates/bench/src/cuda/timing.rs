@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use antiphon::{
-    collectives::{Communicator, cuda::CudaCollectives},
+    collectives::{Communicator, StreamCollectives, cuda::CudaCollectives},
     device::{
         ReduceOp,
         cuda::{

@@ -1,7 +1,7 @@
 //! What a call takes on GPUs, in microseconds: graphs of calls, lined up by a call before; the slowest rank of each replay,
 //! the median of the replays.
 
-use antiphon_collectives::{CollectiveError, cuda::CudaCollectives};
+use antiphon_collectives::{CollectiveError, StreamCollectives, cuda::CudaCollectives};
 use antiphon_device::cuda::{Event, Graph, Stream};
 use antiphon_fabric::Communicator;
 

@@ -3,7 +3,7 @@
 use std::{ops::RangeInclusive, time::Instant};
 
 use antiphon_device::ReduceOp;
-use antiphon_fabric::{Communicator, Operation, Signature, Written};
+use antiphon_fabric::{Communicator, Signature, Written};
 use antiphon_operation::Call;
 use antiphon_tensor::DType;
 use antiphon_tuning::Key;
@@ -97,7 +97,7 @@ pub fn tune(comm: &Communicator, sizes: RangeInclusive<usize>) -> Result<Algorit
         let output = Output { data: buffer.as_mut_ptr().cast(), count, dtype: DType::F32 };
         let calls = (1 << 20) / (bytes + 1024) + 1; // about a megabyte, so that small calls are timed in numbers
         let algorithm = AllReduceOptions::from(algorithm).number();
-        let call = Call::new(Operation::AllReduce).with_op(ReduceOp::Max).with_algorithm(algorithm);
+        let call = Call::all_reduce(ReduceOp::Max).with_algorithm(algorithm);
         let ranks = (comm.rank(), comm.world_size());
         prefer(comm, form)?;
         comm.barrier()?;

@@ -96,8 +96,16 @@ pub struct AllReduceOptions {
     /// The algorithm. `None` leaves the choice to measured tables; for registered tensors it is two-shot in place, else
     /// one-shot, which needs no registered output.
     pub algorithm: Option<Algorithm>,
-    /// Whether the tensors lie in [registered](crate::cuda::CudaCollectives::register) memory of GPUs. The host refuses it:
-    /// there, tensors in symmetric memory go without staging in any case.
+    /// Whether the tensors lie in [registered](crate::cuda::CudaCollectives::register) memory of GPUs, at the same place of the
+    /// memory on all ranks: peers load the input where it lies, and nothing is staged. docs/design/cuda.md compares its speed
+    /// with the staged form. One-shot's output is any other memory of this rank; two-shot's is registered too, and may be the
+    /// input.
+    ///
+    /// [`CollectiveError::Refused`] is the answer to tensors that are not in registered memory, and to an output that the input is
+    /// in the way of. Ranks whose tensors are in different places of the memory find out, as all that disagree, but only at the end:
+    /// until then each has stored where its own place is.
+    ///
+    /// The host refuses it: there, tensors in symmetric memory go without staging in any case. NCCL does not look at it.
     pub registered: bool,
 }
 

@@ -12,7 +12,7 @@ use antiphon_tuning::Key;
 
 use super::{Algorithm, CudaCollectives};
 use crate::{
-    AlgorithmTable,
+    AlgorithmTable, StreamCollectives,
     error::{CollectiveError, Result},
 };
 

@@ -9,7 +9,12 @@ use antiphon_operation::{Call, Operation};
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
 use super::{CudaCollectives, OnFailure};
-use crate::{error::Result, nccl::NcclCollectives};
+use crate::{
+    StreamCollectives,
+    error::Result,
+    fusion::{FusedAllReduce, Operand},
+    nccl::NcclCollectives,
+};
 
 /// Collectives between the GPUs of all ranks of a communicator, wherever the ranks are.
 ///
@@ -97,70 +102,14 @@ impl CudaEngine {
         }
     }
 
-    /// Makes the stream wait until the streams of all ranks have reached this call.
-    ///
-    /// # Errors
-    /// As [`check`](Self::check).
-    pub fn barrier(&self, stream: StreamRef<'_>) -> Result<()> {
-        match self {
-            Self::NvLink(peers) => peers.barrier(stream),
-            Self::Nccl(peers) => peers.barrier(stream),
-        }
-    }
-
-    /// Any operation of the table as a value.
-    ///
-    /// # Errors
-    /// As [`CudaCollectives::call`] and [`NcclCollectives::call`].
-    ///
-    /// # Safety
-    /// Here and in the other methods, as [`CudaCollectives::all_reduce`].
-    pub unsafe fn call(
-        &self,
-        call: &Call<'_>,
-        input: Option<&TensorView<'_>>,
-        output: Option<&mut TensorViewMut<'_>>,
-        stream: StreamRef<'_>,
-    ) -> Result<()> {
-        // SAFETY: passed on.
-        unsafe {
-            match self {
-                Self::NvLink(peers) => peers.call(call, input, output, stream),
-                Self::Nccl(peers) => peers.call(call, input, output, stream),
-            }
-        }
-    }
-
-    /// [`call`](Self::call) with one buffer for input and output, where the operation allows that.
-    ///
-    /// # Errors
-    /// As [`call`](Self::call).
-    ///
-    /// # Safety
-    /// As [`call`](Self::call).
-    pub unsafe fn call_in_place(
-        &self,
-        call: &Call<'_>,
-        buffer: &mut TensorViewMut<'_>,
-        stream: StreamRef<'_>,
-    ) -> Result<()> {
-        // SAFETY: passed on.
-        unsafe {
-            match self {
-                Self::NvLink(peers) => peers.call_in_place(call, buffer, stream),
-                Self::Nccl(peers) => peers.call_in_place(call, buffer, stream),
-            }
-        }
-    }
-
     /// An all-gather or a reduce-scatter of each tensor of a list.
     ///
     /// # Errors
-    /// As [`call`](Self::call); [`CollectiveError::Refused`](crate::CollectiveError::Refused) if there is not an output for each
+    /// As [`call`](StreamCollectives::call); [`CollectiveError::Refused`](crate::CollectiveError::Refused) if there is not an output for each
     /// input.
     ///
     /// # Safety
-    /// As [`call`](Self::call).
+    /// As [`call`](StreamCollectives::call).
     pub unsafe fn call_list(
         &self,
         call: &Call<'_>,
@@ -186,7 +135,7 @@ impl CudaEngine {
     /// As [`CudaCollectives::send_recv`] and [`NcclCollectives::send_recv`].
     ///
     /// # Safety
-    /// As [`call`](Self::call); and the tensors do not overlap.
+    /// As [`call`](StreamCollectives::call); and the tensors do not overlap.
     pub unsafe fn send_recv(
         &self,
         input: &TensorView<'_>,
@@ -211,7 +160,7 @@ impl CudaEngine {
     /// for each other without an end, and [`send_recv`](Self::send_recv) is one call of NCCL.
     ///
     /// # Safety
-    /// As [`call`](Self::call).
+    /// As [`call`](StreamCollectives::call).
     pub unsafe fn send(&self, input: &TensorView<'_>, to: usize, stream: StreamRef<'_>) -> Result<()> {
         // SAFETY: passed on.
         unsafe { self.messages("send")?.send(input, to, stream) }
@@ -223,7 +172,7 @@ impl CudaEngine {
     /// As [`send`](Self::send).
     ///
     /// # Safety
-    /// As [`call`](Self::call).
+    /// As [`call`](StreamCollectives::call).
     pub unsafe fn recv(
         &self,
         output: &mut TensorViewMut<'_>,
@@ -243,5 +192,48 @@ impl CudaEngine {
             ))
             .into()),
         }
+    }
+}
+
+impl StreamCollectives for CudaEngine {
+    unsafe fn call(
+        &self,
+        call: &Call<'_>,
+        input: Option<&TensorView<'_>>,
+        output: Option<&mut TensorViewMut<'_>>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe {
+            match self {
+                Self::NvLink(peers) => peers.call(call, input, output, stream),
+                Self::Nccl(peers) => peers.call(call, input, output, stream),
+            }
+        }
+    }
+
+    unsafe fn call_in_place(
+        &self,
+        call: &Call<'_>,
+        buffer: &mut TensorViewMut<'_>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe {
+            match self {
+                Self::NvLink(peers) => peers.call_in_place(call, buffer, stream),
+                Self::Nccl(peers) => peers.call_in_place(call, buffer, stream),
+            }
+        }
+    }
+
+    /// As [`nvlink`](Self::nvlink) if the ranks are on several nodes.
+    unsafe fn all_reduce_fused<'s>(
+        &self,
+        call: FusedAllReduce<Operand<'_>>,
+        stream: impl Into<StreamRef<'s>>,
+    ) -> Result<()> {
+        // SAFETY: passed on.
+        unsafe { self.nvlink("all_reduce_fused")?.all_reduce_fused(call, stream) }
     }
 }

@@ -1,12 +1,12 @@
 //! The collectives between GPUs.
 //!
-//! [`CudaCollectives`] has the operations of [`Collectives`](crate::Collectives) for the GPUs of a communicator's ranks, with
-//! the same bits. Ranks are processes or threads, each with a GPU that accesses the others' memory
+//! [`CudaCollectives`] has the operations of [`StreamCollectives`](crate::StreamCollectives) for the GPUs of a communicator's
+//! ranks, with the bits of the host's. Ranks are processes or threads, each with a GPU that accesses the others' memory
 //! over NVLink (or PCIe). The methods enqueue kernels in the caller's stream: they allocate nothing, do not wait, and
 //! may be captured in a graph.
 //!
 //! ```no_run
-//! use antiphon_collectives::{ReduceOp, cuda::CudaCollectives};
+//! use antiphon_collectives::{ReduceOp, StreamCollectives, cuda::CudaCollectives};
 //! use antiphon_device::cuda::{Context, DeviceMemory, Driver};
 //! use antiphon_fabric::LocalWorld;
 //! use antiphon_tensor::DType;
@@ -35,11 +35,12 @@
 //! operations. The GPUs stay usable.
 
 mod builder;
+mod call;
 pub(crate) mod choice;
 mod engine;
 #[cfg(test)]
 mod machine_code;
-mod operations;
+mod prepare;
 
 use std::cell::RefCell;
 
@@ -163,6 +164,11 @@ impl CudaCollectives {
     pub fn restore_memory(&self, comm: &Communicator) -> Result<()> {
         self.tenant.restore_memory(comm)?;
         Ok(self.messages.restore_memory(comm)?)
+    }
+
+    /// This rank, and how many there are.
+    pub(crate) fn ranks(&self) -> (usize, usize) {
+        (self.rank(), self.world_size())
     }
 
     /// Where tensors must be.

@@ -20,7 +20,7 @@ use super::{
     operation_of,
 };
 use crate::{
-    AlgorithmTable,
+    AlgorithmTable, StreamCollectives,
     all_reduce::Algorithm,
     arguments::{Input, Output, check_reduction, reduction},
     cuda::{CudaCollectives, choice::Clock},
@@ -243,7 +243,7 @@ impl CudaMixedHandler {
     /// [`CudaCollectives::check`] says.
     ///
     /// # Safety
-    /// As [`CudaCollectives::all_reduce`].
+    /// As [`StreamCollectives::call`].
     pub unsafe fn run<'a>(
         &self,
         collectives: &CudaCollectives,

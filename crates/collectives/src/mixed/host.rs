@@ -133,13 +133,13 @@ pub(super) fn composed(
 fn gather_blocks(dp: &Communicator, call: &CheckedMixedCall<'_>, own: Output) -> Result<()> {
     let (blocks, output, size) = (call.blocks, call.output, call.input.dtype.size());
     if let Blocks::Even { .. } = blocks {
-        return call_checked(dp, &Call::new(Operation::AllGather), own.as_input(), output);
+        return call_checked(dp, &Call::all_gather(), own.as_input(), output);
     }
     for group in 0..dp.world_size() {
         // SAFETY: the group's block lies in the row.
         let data = unsafe { output.data.add(blocks.start(group) * size) };
         let block = Output { data, count: blocks.len(group), ..output };
-        let call = Call::new(Operation::Broadcast).with_root(group);
+        let call = Call::broadcast(group);
         call_checked(dp, &call, block.as_input(), block)?;
     }
     Ok(())

@@ -128,7 +128,7 @@ fn rows_that_do_not_divide<B: Backend>(world: usize) {
         let calls = [
             in_place(Operation::AllGather),
             in_place(Operation::ReduceScatter),
-            of_lengths(&comm, &Call::new(Operation::AllToAll), count, count),
+            of_lengths(&comm, &Call::all_to_all(), count, count),
             in_place(Operation::AllToAll),
         ];
         let wrong = |error: &CollectiveError| matches!(error, CollectiveError::Count { actual, .. } if *actual == count);
@@ -241,7 +241,7 @@ fn counts_that_do_not_sum_up<B: Backend>(world: usize) {
     B::run(world, |comm| {
         let (threes, fours) = (vec![3; world], vec![4; world]);
         let call = |sends: &[usize], receives: &[usize]| {
-            let call = Call::new(Operation::AllToAllV).with_counts(sends).with_receives(receives);
+            let call = Call::all_to_all_v(sends, receives);
             of_lengths(&comm, &call, 3 * world, 3 * world)
         };
         let calls = [call(&fours, &threes), call(&threes, &fours)];
@@ -257,7 +257,7 @@ fn counts_that_do_not_sum_up<B: Backend>(world: usize) {
 fn counts_whose_sum_overflows<B: Backend>(world: usize) {
     B::run(world, |comm| {
         let counts = [usize::MAX, 1 + 4];
-        let call = Call::new(Operation::AllToAllV).with_counts(&counts).with_receives(&counts);
+        let call = Call::all_to_all_v(&counts, &counts);
         let wrong = |error: &CollectiveError| matches!(error, CollectiveError::Count { .. });
         refused(&comm, [of_lengths(&comm, &call, 4, 4)], wrong, &["all_to_all_v"]);
     });
@@ -281,7 +281,7 @@ fn a_refusal_on_one_rank_does_not_affect_the_others<B: Backend>(world: usize) {
     B::run(world, |comm| {
         if comm.rank() == 1 {
             of_lengths(&comm, &Call::new(Operation::AllReduce), 7, 6).unwrap_err();
-            of_lengths(&comm, &Call::new(Operation::Broadcast).with_root(world), 1, 1).unwrap_err();
+            of_lengths(&comm, &Call::broadcast(world), 1, 1).unwrap_err();
         }
         let rank = Rank::<B>::new(&comm, DType::F32);
         rank.all_reduce(7, ReduceOp::Sum, Way::Automatic);

@@ -50,7 +50,7 @@ fn about_even_and_uneven_blocks<B: Backend>(world: usize) {
     let even = |comm: &B| plain(comm, Operation::AllToAll, DType::I64, 1);
     let ones = vec![1; world];
     let uneven = |comm: &B| {
-        let call = Call::new(Operation::AllToAllV).with_counts(&ones).with_receives(&ones);
+        let call = Call::all_to_all_v(&ones, &ones);
         make(comm, &call, DType::I64, 1)
     };
     disagree::<B>(world, (&even, "all_to_all(1 × i64)"), (&uneven, "all_to_all_v("));

@@ -33,7 +33,7 @@ fn each_group_reduces_for_itself<B: Backend>(world: usize) {
         let in_group = Rank::<B>::new(&group, DType::F32).seeded(color as u64);
         for i in 0..10 * (color + 1) {
             in_group.all_reduce(i * 100, ReduceOp::Sum, Way::Automatic);
-            in_group.call(&Call::new(Operation::AllGather), i + color);
+            in_group.call(&Call::all_gather(), i + color);
         }
         Rank::<B>::new(&comm, DType::F32).all_reduce(1000, ReduceOp::Sum, Way::Automatic);
     });
@@ -55,7 +55,7 @@ fn groups_split_further<B: Backend>(world: usize) {
         assert_eq!(sums, [sum_of(8), sum_of(4), sum_of(2)]);
         // A group outlives what it was split from.
         drop((comm, half));
-        Rank::<B>::new(&pair, DType::F32).call(&Call::new(Operation::AllToAll), 5000);
+        Rank::<B>::new(&pair, DType::F32).call(&Call::all_to_all(), 5000);
     });
 }
 
@@ -78,7 +78,7 @@ fn a_rank_without_colour_joins_no_group<B: Backend>(world: usize) {
             assert_eq!(group.world_size(), world.div_ceil(2));
             Rank::<B>::new(&group, DType::F32).all_reduce(1000, ReduceOp::Sum, Way::Automatic);
         }
-        Rank::<B>::new(&comm, DType::F32).call(&Call::new(Operation::AllGather), 10);
+        Rank::<B>::new(&comm, DType::F32).call(&Call::all_gather(), 10);
     });
 }
 
@@ -91,9 +91,9 @@ fn a_group_that_fails_leaves_the_others_working<B: Backend>(world: usize) {
             group.broadcast(&mut vec![0u8; 1 + group.rank()], 0).unwrap_err();
             group.barrier().unwrap_err();
         } else {
-            Rank::<B>::new(&group, DType::F32).call(&Call::new(Operation::AllGather), 10);
+            Rank::<B>::new(&group, DType::F32).call(&Call::all_gather(), 10);
         }
-        Rank::<B>::new(&comm, DType::F32).call(&Call::new(Operation::AllGather), 10);
+        Rank::<B>::new(&comm, DType::F32).call(&Call::all_gather(), 10);
     });
 }
 
@@ -104,7 +104,7 @@ fn many_ranks_work_together<B: Backend>(world: usize) {
         for way in Way::ALL {
             rank.all_reduce(1000, ReduceOp::Sum, way);
         }
-        rank.call(&Call::new(Operation::AllToAll), 3);
+        rank.call(&Call::all_to_all(), 3);
         rank.call(&Call::new(Operation::ReduceScatter), 300);
         let octet = comm.group(Some(comm.rank() as u64 % 8), 0).expect("a group");
         assert_eq!((octet.rank(), octet.world_size()), (comm.rank() / 8, 8));

@@ -257,6 +257,9 @@ macro_rules! world_of_gpus {
     ($other:ident) => {};
 }
 
+#[macro_use]
+#[path = "../by_name/mod.rs"]
+mod by_name;
 #[path = "../gpus/mod.rs"]
 mod gpus;
 #[path = "../../../fabric/tests/processes/mod.rs"]
@@ -277,6 +280,7 @@ mod groups;
 mod in_step;
 mod messages;
 mod mixed;
+mod named;
 mod non_blocking;
 mod properties;
 mod symmetric;

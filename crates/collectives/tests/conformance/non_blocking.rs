@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use antiphon_collectives::{CollectiveError, Collectives, Communicator, NonBlocking, ReduceOp};
 use antiphon_fabric::{FabricError, Pending};
-use antiphon_operation::{Call, Operation};
+use antiphon_operation::Call;
 use antiphon_tensor::{DType, Element, with_dtype};
 
 use crate::{
@@ -60,6 +60,14 @@ fn every_operation<T: Element>(comm: &Communicator) {
         let uneven: Vec<Values> = inputs(T::DTYPE, count as u64 + 7, world, whole);
         let reduce_scatter_v =
             comm.start_reduce_scatter_v(uneven[rank].to_vec::<T>(), counts.clone(), op).unwrap();
+        let gather = comm.start_gather(mine(), root).unwrap();
+        let row = if rank == root { mine() } else { Vec::new() };
+        let scatter = comm.start_scatter(row, count, root).unwrap();
+        let lengths = |of: &dyn Fn(usize) -> usize| (0..world).map(|peer| of(peer) % 2 * count).collect();
+        let sends = |from: usize| -> Vec<usize> { lengths(&|to| from + to / 2) };
+        let sent = rows[rank].first(sends(rank).iter().sum()).to_vec::<T>();
+        let receives = (0..world).map(|from| sends(from)[rank]).collect();
+        let all_to_all_v = comm.start_all_to_all_v(sent, sends(rank), receives).unwrap();
 
         let gives = |handle: Pending<Vec<T>, CollectiveError>, expected: &Values, what: &str| {
             assert_same_bits(&handle.wait().unwrap(), expected, what);
@@ -77,6 +85,15 @@ fn every_operation<T: Element>(comm: &Communicator) {
         let start = counts[..rank].iter().sum::<usize>();
         let own: Vec<Values> = uneven.iter().map(|row| row.range(start..start + counts[rank])).collect();
         gives(reduce_scatter_v, &Values::reduced(op, &own, nodes), "start_reduce_scatter_v");
+        let gathered = Values::concat(&rows);
+        gives(gather, &if rank == root { gathered } else { gathered.first(0) }, "start_gather");
+        gives(scatter, &rows[root].block(rank, world), "start_scatter");
+        let from_each = |(from, row): (usize, &Values)| {
+            let start = sends(from)[..rank].iter().sum();
+            row.range(start..start + sends(from)[rank])
+        };
+        let come: Vec<Values> = rows.iter().enumerate().map(from_each).collect();
+        gives(all_to_all_v, &Values::concat(&come), "start_all_to_all_v");
     }
 }
 
@@ -89,7 +106,7 @@ fn many_may_be_in_flight_beside_blocking_calls<B: Backend>(world: usize) {
                 let mine = inputs(i)[comm.rank()].to_vec::<f32>();
                 let handle = comm.start_all_reduce(mine, ReduceOp::Sum).unwrap();
                 rank.all_reduce(i * 100, ReduceOp::Sum, Way::Automatic);
-                rank.call(&Call::new(Operation::Broadcast).with_root(i % world), i);
+                rank.call(&Call::broadcast(i % world), i);
                 handle
             })
             .collect();

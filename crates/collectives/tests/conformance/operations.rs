@@ -12,6 +12,7 @@ use antiphon_tensor::DType;
 
 use crate::{
     harness::{Alignment, Backend, Like, Loose, Tensor},
+    named::has_method_in_place,
     values::Values,
 };
 
@@ -39,6 +40,7 @@ pub struct Rank<'c, B: Backend> {
     alignment: Alignment,
     calls: Cell<u64>,
     passes_strange_tensors: bool,
+    by_name: bool,
     content: Content,
 }
 
@@ -50,6 +52,7 @@ impl<'c, B: Backend> Rank<'c, B> {
             alignment: Alignment::Aligned,
             calls: Cell::new(0),
             passes_strange_tensors: false,
+            by_name: false,
             content: Values::any_bits,
         }
     }
@@ -62,6 +65,11 @@ impl<'c, B: Backend> Rank<'c, B> {
     /// That passes a tensor of another dtype, of another length, strided where a rank need not pass one.
     pub fn with_strange_tensors(self) -> Self {
         Self { passes_strange_tensors: true, ..self }
+    }
+
+    /// That makes calls by the methods that are named after their operations.
+    pub fn by_name(self) -> Self {
+        Self { by_name: true, ..self }
     }
 
     /// With such inputs.
@@ -144,9 +152,7 @@ impl<'c, B: Backend> Rank<'c, B> {
         let call = || match way {
             Way::Automatic => by(&mut input, &mut output, AllReduceOptions::default()),
             Way::By(algorithm) => by(&mut input, &mut output, algorithm.into()),
-            Way::InPlace => {
-                self.comm.call_in_place(&Call::new(Operation::AllReduce).with_op(op), input.view_mut())
-            }
+            Way::InPlace => self.comm.call_in_place(&Call::all_reduce(op), input.view_mut()),
         };
         let is_done = self.make(Some(op), call, &what);
         if let (Way::InPlace, true) = (way, is_done) {
@@ -208,7 +214,7 @@ impl<'c, B: Backend> Rank<'c, B> {
         let made = || {
             let from = if gives { Some(input.view()) } else { other_input.as_mut().map(Loose::view) };
             let to = if gets { Some(output.view_mut()) } else { other_output.as_mut().map(Loose::view_mut) };
-            self.comm.call(call, from, to)
+            if self.by_name { self.comm.by_name(call, from, to) } else { self.comm.call(call, from, to) }
         };
         let is_done = self.make(call.operation.row().reduces.then_some(call.op), made, &what);
         if gets && is_done {
@@ -237,7 +243,11 @@ impl<'c, B: Backend> Rank<'c, B> {
         };
         let mut buffer = self.tensor(&before);
         let reduces = call.operation.row().reduces.then_some(call.op);
-        let is_done = self.make(reduces, || self.comm.call_in_place(call, buffer.view_mut()), &what);
+        let made = || match self.by_name && has_method_in_place(call.operation) {
+            true => self.comm.by_name_in_place(call, buffer.view_mut()),
+            false => self.comm.call_in_place(call, buffer.view_mut()),
+        };
+        let is_done = self.make(reduces, made, &what);
         buffer.assert_holds(if is_done { &after } else { &before }, &what);
     }
 
@@ -263,7 +273,7 @@ impl<'c, B: Backend> Rank<'c, B> {
 pub fn uneven(rank: usize, world: usize, counts: impl Fn(usize, usize) -> usize) -> Call<'static> {
     let (sends, receives): (Vec<usize>, Vec<usize>) =
         (0..world).map(|peer| (counts(rank, peer), counts(peer, rank))).unzip();
-    Call::new(Operation::AllToAllV).with_counts(sends).with_receives(receives)
+    Call::all_to_all_v(sends, receives)
 }
 
 /// The operations of the table that [`Rank::call`] serves.

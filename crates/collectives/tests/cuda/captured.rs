@@ -1,6 +1,6 @@
 //! Every operation of the table in graphs, replayed beside eager calls; and a rank that is alone.
 
-use antiphon_collectives::{Call, Collectives, ReduceOp};
+use antiphon_collectives::{Call, Collectives, ReduceOp, StreamCollectives};
 use antiphon_device::cuda::{DeviceMemory, Graph};
 use antiphon_operation::{Extent, Operation};
 use antiphon_tensor::{DType, Device, Element, TensorView, TensorViewMut};

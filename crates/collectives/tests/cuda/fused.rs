@@ -1,7 +1,7 @@
 //! Fused all-reduces as data: a [`Case`] says which, and the same bytes go through the host and through a GPU.
 
 use antiphon_collectives::{
-    CollectiveError, Collectives, ReduceOp,
+    CollectiveError, Collectives, ReduceOp, StreamCollectives,
     cuda::Algorithm,
     fusion::{Accumulation, FusedAllReduce, InPlace, Operand, Quantization, Scale, Source},
 };

@@ -1,6 +1,7 @@
 //! Fused all-reduces on GPUs: the bits of the host, for everything that can be asked for.
 
 use antiphon_collectives::{
+    StreamCollectives,
     cuda::Algorithm,
     fusion::{Accumulation, FusedAllReduce, InPlace},
 };

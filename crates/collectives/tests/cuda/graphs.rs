@@ -1,7 +1,7 @@
 //! Graphs, eager calls and several communicators, mixed.
 
 use antiphon_collectives::{
-    CollectiveError, Collectives, ReduceOp,
+    CollectiveError, Collectives, ReduceOp, StreamCollectives,
     cuda::{Algorithm, CudaCollectives},
 };
 use antiphon_device::cuda::{DeviceMemory, Graph, memory};

@@ -1,7 +1,7 @@
 //! Ranks on GPUs, and the comparison with the host.
 
 use antiphon_collectives::{
-    CollectiveError, Collectives, ReduceOp,
+    CollectiveError, Collectives, ReduceOp, StreamCollectives,
     cuda::{Algorithm, AllReduceOptions, CudaCollectives},
 };
 use antiphon_device::cuda::{Context, DeviceMemory, Stream};

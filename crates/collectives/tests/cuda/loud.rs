@@ -7,7 +7,7 @@ use std::{
 };
 
 use antiphon_collectives::{
-    CollectiveError, ReduceOp,
+    CollectiveError, ReduceOp, StreamCollectives,
     cuda::{Algorithm, OnFailure},
 };
 use antiphon_device::cuda::Graph;

@@ -2,6 +2,9 @@
 //! backend does is in `tests/conformance/`. Ranks are threads, one for each GPU; without a GPU for every rank a test says so
 //! and skips.
 
+#[macro_use]
+#[path = "../by_name/mod.rs"]
+mod by_name;
 mod captured;
 mod faults;
 mod fused;
@@ -15,13 +18,14 @@ mod image;
 mod loud;
 mod mixed;
 mod mixed_graphs;
+mod named;
 mod orders;
 mod registered;
 mod repeated;
 mod streams;
 mod tenants;
 
-use antiphon_collectives::{Collectives, ReduceOp, cuda::Algorithm};
+use antiphon_collectives::{Collectives, ReduceOp, StreamCollectives, cuda::Algorithm};
 use antiphon_tensor::{DType, bf16};
 use harness::{What, on_gpus, values};
 

@@ -4,7 +4,7 @@
 mod in_every_order;
 
 use antiphon_collectives::{
-    ReduceOp,
+    ReduceOp, StreamCollectives,
     cuda::{Algorithm, CudaBuilder, CudaCollectives},
     mixed::{MixedCall, MixedOp},
 };

@@ -1,6 +1,6 @@
 //! Calls on several streams, and kernels that want the same room.
 
-use antiphon_collectives::{ReduceOp, cuda::CudaCollectives, nccl::NcclCollectives};
+use antiphon_collectives::{ReduceOp, StreamCollectives, cuda::CudaCollectives, nccl::NcclCollectives};
 use antiphon_device::cuda::{
     Architecture, Context, Function, Graph, KernelCache, LaunchConfig, Module, Nvrtc, Program, Stream,
     StreamRef,

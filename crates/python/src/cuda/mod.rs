@@ -18,6 +18,7 @@ use std::sync::{Arc, PoisonError};
 use antiphon::device::sync::Mutex;
 use antiphon::{
     collectives::{
+        StreamCollectives,
         cuda::{CudaBuilder, CudaCollectives, CudaEngine, OnFailure},
         mixed::CudaMixedHandler,
     },

@@ -1,6 +1,10 @@
 //! One collective, put into a stream.
 
-use antiphon::{collectives::cuda::CudaEngine, device::cuda::StreamRef, prelude::FabricError};
+use antiphon::{
+    collectives::{StreamCollectives, cuda::CudaEngine},
+    device::cuda::StreamRef,
+    prelude::FabricError,
+};
 
 use super::{Gpu, Outcome, REDUCED};
 use crate::{

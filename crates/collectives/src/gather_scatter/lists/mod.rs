@@ -5,7 +5,7 @@ use antiphon_device::{
     cuda::{KernelArgument, Program, StreamRef},
 };
 use antiphon_fabric::{
-    Operation, Signature,
+    Signature,
     gpu::{Family, Grid, Launch, Pieces, REDUCE, ROWS, Reduction, Source, Work, kernels},
 };
 use antiphon_operation::{Call, digest};
@@ -15,6 +15,7 @@ use super::cuda::{BYTES, ROW_BYTES, ROW_DATA};
 #[cfg(doc)]
 use crate::CollectiveError;
 use crate::{
+    StreamCollectives,
     arguments::{CheckedCall, reduction},
     cuda::CudaCollectives,
     error::Result,
@@ -126,14 +127,14 @@ impl List {
 }
 
 impl CudaCollectives {
-    /// [`all_gather`](Self::all_gather) of each tensor of a list: in one launch if there are at most 64 of one dtype that fit the
+    /// [`all_gather`](StreamCollectives::all_gather) of each tensor of a list: in one launch if there are at most 64 of one dtype that fit the
     /// memory for staging together, else one after the other.
     ///
     /// # Errors
-    /// As [`all_gather`](Self::all_gather); [`CollectiveError::Refused`] if there is not an output for each input.
+    /// As [`all_gather`](StreamCollectives::all_gather); [`CollectiveError::Refused`] if there is not an output for each input.
     ///
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
+    /// As [`call`](StreamCollectives::call).
     pub unsafe fn all_gather_list(
         &self,
         inputs: &[TensorView<'_>],
@@ -141,16 +142,16 @@ impl CudaCollectives {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         // SAFETY: passed on.
-        unsafe { self.call_list(&Call::new(Operation::AllGather), inputs, outputs, stream) }
+        unsafe { self.call_list(&Call::all_gather(), inputs, outputs, stream) }
     }
 
-    /// [`reduce_scatter`](Self::reduce_scatter) of each tensor of a list, as [`all_gather_list`](Self::all_gather_list).
+    /// [`reduce_scatter`](StreamCollectives::reduce_scatter) of each tensor of a list, as [`all_gather_list`](Self::all_gather_list).
     ///
     /// # Errors
-    /// As [`reduce_scatter`](Self::reduce_scatter); [`CollectiveError::Refused`] if there is not an output for each input.
+    /// As [`reduce_scatter`](StreamCollectives::reduce_scatter); [`CollectiveError::Refused`] if there is not an output for each input.
     ///
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
+    /// As [`call`](StreamCollectives::call).
     pub unsafe fn reduce_scatter_list(
         &self,
         inputs: &[TensorView<'_>],
@@ -159,11 +160,11 @@ impl CudaCollectives {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         // SAFETY: passed on.
-        unsafe { self.call_list(&Call::new(Operation::ReduceScatter).with_op(op), inputs, outputs, stream) }
+        unsafe { self.call_list(&Call::reduce_scatter(op), inputs, outputs, stream) }
     }
 
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
+    /// As [`call`](StreamCollectives::call).
     unsafe fn call_list(
         &self,
         call: &Call<'_>,
@@ -171,8 +172,7 @@ impl CudaCollectives {
         outputs: &mut [TensorViewMut<'_>],
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        let ranks = (self.rank(), self.world_size());
-        let mut checked = CheckedCall::of_lists(self.serves(), call, ranks, inputs, outputs)?;
+        let mut checked = CheckedCall::of_lists(self.serves(), call, self.ranks(), inputs, outputs)?;
         checked.retain(|one| one.block > 0);
         let reduces = call.operation.row().reduces;
         if reduces {
@@ -206,7 +206,7 @@ impl CudaCollectives {
     }
 
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce), for the tensors of the list, which fit a lane.
+    /// As [`call`](StreamCollectives::call), for the tensors of the list, which fit a lane.
     unsafe fn launch_list(
         &self,
         list: List,

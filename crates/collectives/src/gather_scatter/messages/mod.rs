@@ -163,10 +163,10 @@ impl CudaCollectives {
     /// order of the stream. A short message does not wait for that.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce); [`FabricError::InvalidArgument`] for a rank that is none, or this one.
+    /// As [`call`](crate::StreamCollectives::call); [`FabricError::InvalidArgument`] for a rank that is none, or this one.
     ///
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
+    /// As [`call`](crate::StreamCollectives::call).
     pub unsafe fn send(&self, input: &TensorView<'_>, to: usize, stream: StreamRef<'_>) -> Result<()> {
         // SAFETY: passed on.
         unsafe { self.exchange(Some((input, to)), None, stream) }
@@ -178,7 +178,7 @@ impl CudaCollectives {
     /// As [`send`](Self::send).
     ///
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
+    /// As [`call`](crate::StreamCollectives::call).
     pub unsafe fn recv(
         &self,
         output: &mut TensorViewMut<'_>,
@@ -196,7 +196,7 @@ impl CudaCollectives {
     /// As [`send`](Self::send).
     ///
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce); and the tensors do not overlap.
+    /// As [`call`](crate::StreamCollectives::call); and the tensors do not overlap.
     pub unsafe fn send_recv(
         &self,
         input: &TensorView<'_>,
@@ -210,7 +210,7 @@ impl CudaCollectives {
     }
 
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
+    /// As [`call`](crate::StreamCollectives::call).
     unsafe fn exchange(
         &self,
         input: Option<(&TensorView<'_>, usize)>,
@@ -270,7 +270,7 @@ impl CudaCollectives {
     /// Carries out a call in which each rank sends each peer a piece of its input, and gets one of its output from each.
     ///
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
+    /// As [`call`](crate::StreamCollectives::call).
     pub(crate) unsafe fn call_by_messages(
         &self,
         call: &CheckedCall<'_>,
@@ -317,7 +317,7 @@ impl CudaCollectives {
     }
 
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce): the messages lie in tensors.
+    /// As [`call`](crate::StreamCollectives::call): the messages lie in tensors.
     unsafe fn run_messages(
         &self,
         signature: Signature,

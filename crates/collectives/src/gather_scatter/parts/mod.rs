@@ -54,7 +54,7 @@ impl CudaCollectives {
     /// Carries out a reduction of which each rank gets its part, or the root all.
     ///
     /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
+    /// As [`call`](crate::StreamCollectives::call).
     pub(crate) unsafe fn reduce_parts(&self, call: &CheckedCall<'_>, stream: StreamRef<'_>) -> Result<()> {
         let (size, rank) = (call.dtype.size(), call.rank);
         let sent = call.input_layout();

@@ -9,7 +9,7 @@ use std::{
 };
 
 use antiphon_collectives::{
-    Call, Communicator, ReduceOp, Result,
+    Call, Communicator, ReduceOp, Result, StreamCollectives,
     all_reduce::{Algorithm, AllReduceOptions},
     cuda::CudaCollectives,
     mixed::CudaMixedHandler,
@@ -95,7 +95,7 @@ impl Gpus {
     /// Loads the kernels of reductions to parts, which a call of no elements does.
     fn load_parts(&self, dtype: DType, op: ReduceOp) {
         let counts = vec![0; self.comm.world_size()];
-        let call = Call::new(Operation::ReduceScatterV).with_counts(counts).with_op(op);
+        let call = Call::reduce_scatter_v(counts, op);
         let [mut input, mut output] = [(); 2].map(|()| Loose::new(self, Like::of(dtype, 0)));
         self.call(&call, Some(input.view()), Some(output.view_mut())).unwrap();
     }
@@ -222,6 +222,21 @@ impl Backend for Gpus {
     fn call_in_place(&self, call: &Call<'_>, mut buffer: TensorViewMut<'_>) -> Result<()> {
         // SAFETY: as above.
         self.over(unsafe { self.collectives.call_in_place(call, &mut buffer, self.stream.borrow()) })
+    }
+
+    fn by_name(
+        &self,
+        call: &Call<'_>,
+        input: Option<TensorView<'_>>,
+        output: Option<TensorViewMut<'_>>,
+    ) -> Result<()> {
+        // SAFETY: as above.
+        self.over(unsafe { by_name!(&self.collectives, call, input, output, &*self.stream) })
+    }
+
+    fn by_name_in_place(&self, call: &Call<'_>, buffer: TensorViewMut<'_>) -> Result<()> {
+        // SAFETY: as above.
+        self.over(unsafe { by_name_in_place!(&self.collectives, call, buffer, &*self.stream) })
     }
 
     fn all_reduce_with(

@@ -14,6 +14,7 @@ use antiphon_collectives::{
     mixed::MixedHandler,
 };
 use antiphon_fabric::LocalWorld;
+use antiphon_operation::Operation;
 use antiphon_tensor::{Device, TensorView, TensorViewMut};
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -111,6 +112,19 @@ impl<R: Ranks> Backend for Host<R> {
 
     fn call_in_place(&self, call: &Call<'_>, buffer: TensorViewMut<'_>) -> Result<()> {
         Collectives::call_in_place(&self.comm, call, buffer)
+    }
+
+    fn by_name(
+        &self,
+        call: &Call<'_>,
+        input: Option<TensorView<'_>>,
+        output: Option<TensorViewMut<'_>>,
+    ) -> Result<()> {
+        by_name!(&self.comm, call, input, output)
+    }
+
+    fn by_name_in_place(&self, call: &Call<'_>, buffer: TensorViewMut<'_>) -> Result<()> {
+        by_name_in_place!(&self.comm, call, buffer)
     }
 
     fn all_reduce_with(

@@ -103,6 +103,17 @@ pub trait Backend: Deref<Target = Communicator> + Sized + 'static {
 
     fn call_in_place(&self, call: &Call<'_>, buffer: TensorViewMut<'_>) -> Result<()>;
 
+    /// [`call`](Self::call) by the method that is named after the operation.
+    fn by_name(
+        &self,
+        call: &Call<'_>,
+        input: Option<TensorView<'_>>,
+        output: Option<TensorViewMut<'_>>,
+    ) -> Result<()>;
+
+    /// [`call_in_place`](Self::call_in_place) by the method that is named after the operation.
+    fn by_name_in_place(&self, call: &Call<'_>, buffer: TensorViewMut<'_>) -> Result<()>;
+
     fn all_reduce_with(
         &self,
         input: TensorView<'_>,

@@ -1,6 +1,6 @@
 //! What does a call.
 
-use antiphon_collectives::cuda::CudaCollectives;
+use antiphon_collectives::{StreamCollectives, cuda::CudaCollectives};
 use antiphon_device::cuda::StreamRef;
 use antiphon_operation::Call;
 use antiphon_tensor::{TensorView, TensorViewMut};
@@ -12,7 +12,7 @@ use crate::{cuda::CudaPlan, error::Result};
 pub enum Choice<'a> {
     /// A plan.
     Plan(&'a CudaPlan),
-    /// This library's own call, which [`CudaCollectives::call`] makes.
+    /// This library's own call, which [`StreamCollectives::call`] makes.
     BuiltIn(Call<'static>),
 }
 

@@ -231,7 +231,8 @@ impl AlgorithmCollection {
     /// Executes what does `collective` with these tensors, as [`CudaPlan::execute`].
     ///
     /// # Errors
-    /// [`ExecutorError::NoPlan`], with what each plan says; as [`CudaPlan::execute`] and [`CudaCollectives::call`].
+    /// [`ExecutorError::NoPlan`], with what each plan says; as [`CudaPlan::execute`] and
+    /// [`StreamCollectives::call`](antiphon_collectives::StreamCollectives::call).
     ///
     /// # Safety
     /// As [`CudaPlan::execute`].

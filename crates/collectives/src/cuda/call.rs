@@ -1,17 +1,57 @@
-//! Calls as values, on GPUs.
+//! The operations between GPUs, by our kernels.
 
 use antiphon_device::cuda::{DevicePointer, StreamRef, memory};
 use antiphon_fabric::{FabricError, Operation};
 use antiphon_operation::Call;
 use antiphon_tensor::{TensorView, TensorViewMut};
 
+use super::CudaCollectives;
 use crate::{
+    StreamCollectives,
     all_reduce::{self, Algorithm, AllReduceOptions},
     arguments::CheckedCall,
-    cuda::CudaCollectives,
     error::Result,
+    fusion::{self, FusedAllReduce, Operand, Validated},
     gather_scatter::cuda as gather_scatter,
 };
+
+impl StreamCollectives for CudaCollectives {
+    unsafe fn call(
+        &self,
+        call: &Call<'_>,
+        input: Option<&TensorView<'_>>,
+        output: Option<&mut TensorViewMut<'_>>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        if call.operation == Operation::Barrier {
+            return self.wait_for_all(stream);
+        }
+        let checked = CheckedCall::in_stream(self.serves(), call, self.ranks(), input, output)?;
+        // SAFETY: passed on.
+        unsafe { self.carry_out(&checked, stream) }
+    }
+
+    unsafe fn call_in_place(
+        &self,
+        call: &Call<'_>,
+        buffer: &mut TensorViewMut<'_>,
+        stream: StreamRef<'_>,
+    ) -> Result<()> {
+        let checked = CheckedCall::of_buffer(self.serves(), call, self.ranks(), buffer)?;
+        // SAFETY: passed on.
+        unsafe { self.carry_out(&checked, stream) }
+    }
+
+    unsafe fn all_reduce_fused<'s>(
+        &self,
+        call: FusedAllReduce<Operand<'_>>,
+        stream: impl Into<StreamRef<'s>>,
+    ) -> Result<()> {
+        let call = Validated::new(self.serves(), &call)?;
+        // SAFETY: passed on.
+        unsafe { fusion::gpu::run(&self.tenant, &self.table, call, stream.into()) }
+    }
+}
 
 impl CudaCollectives {
     /// Whether there are kernels for an operation.
@@ -28,55 +68,16 @@ impl CudaCollectives {
             && !matches!(operation, AllGather | AllToAll | Broadcast)
     }
 
-    /// Any operation as a value, in the order of the stream. A rank need not pass a tensor that is the root's alone. A broadcast
-    /// without an input takes place in the output.
-    ///
-    /// # Errors
-    /// As [`all_reduce`](Self::all_reduce); [`FabricError::InvalidArgument`] for an operation that has no kernels.
-    ///
-    /// # Safety
-    /// As [`all_reduce`](Self::all_reduce).
-    pub unsafe fn call(
-        &self,
-        call: &Call<'_>,
-        input: Option<&TensorView<'_>>,
-        output: Option<&mut TensorViewMut<'_>>,
-        stream: StreamRef<'_>,
-    ) -> Result<()> {
-        match (call.operation, input, output) {
-            (Operation::Barrier, ..) => self.barrier(stream),
-            // SAFETY: passed on.
-            (Operation::Broadcast, None, Some(buffer)) => unsafe { self.call_in_place(call, buffer, stream) },
-            (_, input, output) => {
-                let ranks = (self.rank(), self.world_size());
-                let checked = CheckedCall::of_tensors(self.serves(), call, ranks, input, output)?;
-                // SAFETY: passed on.
-                unsafe { self.carry_out(&checked, stream) }
-            }
+    /// The barrier, in the order of the stream.
+    fn wait_for_all(&self, stream: StreamRef<'_>) -> Result<()> {
+        match self.world_size() {
+            1 => Ok(self.tenant.check_ready()?),
+            _ => gather_scatter::barrier(&self.tenant, stream),
         }
     }
 
-    /// [`call`](Self::call) with one buffer for input and output, where the operation allows that.
-    ///
-    /// # Errors
-    /// As [`call`](Self::call).
-    ///
     /// # Safety
-    /// As [`call`](Self::call).
-    pub unsafe fn call_in_place(
-        &self,
-        call: &Call<'_>,
-        buffer: &mut TensorViewMut<'_>,
-        stream: StreamRef<'_>,
-    ) -> Result<()> {
-        let ranks = (self.rank(), self.world_size());
-        let checked = CheckedCall::of_buffer(self.serves(), call, ranks, buffer)?;
-        // SAFETY: passed on.
-        unsafe { self.carry_out(&checked, stream) }
-    }
-
-    /// # Safety
-    /// As [`call`](Self::call).
+    /// As [`call`](StreamCollectives::call).
     unsafe fn carry_out(&self, call: &CheckedCall<'_>, stream: StreamRef<'_>) -> Result<()> {
         let tenant = &self.tenant;
         if call.signature.reduce.is_some() {
@@ -107,7 +108,7 @@ impl CudaCollectives {
     /// Carries out an all-reduce, by the algorithm that the call names or the measured tables choose.
     ///
     /// # Safety
-    /// As [`all_reduce_with`](Self::all_reduce_with).
+    /// As [`call`](StreamCollectives::call).
     unsafe fn reduce_all(&self, call: &CheckedCall<'_>, stream: StreamRef<'_>) -> Result<()> {
         let AllReduceOptions { algorithm, registered } = AllReduceOptions::numbered(call.call.algorithm)?;
         let (input, output) = call.addresses();
@@ -131,7 +132,7 @@ impl CudaCollectives {
     /// What a call does in a world of one rank: it copies.
     ///
     /// # Safety
-    /// As [`call`](Self::call).
+    /// As [`call`](StreamCollectives::call).
     unsafe fn alone(&self, call: &CheckedCall<'_>, stream: StreamRef<'_>) -> Result<()> {
         self.tenant.check_ready()?;
         // SAFETY: passed on.
@@ -141,7 +142,7 @@ impl CudaCollectives {
     /// Copies the input to the output, if this rank has both and they lie at different places.
     ///
     /// # Safety
-    /// As [`call`](Self::call); the call was checked, so that both have as many elements.
+    /// As [`call`](StreamCollectives::call); the call was checked, so that both have as many elements.
     unsafe fn copy(&self, call: &CheckedCall<'_>, stream: StreamRef<'_>) -> Result<()> {
         let (Some(from), Some(to)) = (call.input, call.output) else { return Ok(()) };
         if from.count == 0 || from.data.addr() == to.data.addr() {
