@@ -86,9 +86,9 @@ impl From<SessionError> for Error {
     fn from(error: SessionError) -> Self {
         match error {
             SessionError::Fabric(error) => error.into(),
-            SessionError::Collective(error) => error.into(),
-            SessionError::Moe(error) => error.into(),
-            SessionError::Plan(error) => error.into(),
+            SessionError::Collective(error) => (*error).into(),
+            SessionError::Moe(error) => (*error).into(),
+            SessionError::Plan(error) => (*error).into(),
             SessionError::Captured { calls } => Self(PyValueError::new_err(format!(
                 "the first {calls} of a communicator on a GPU sets up memory and kernels, and this stream is being captured: make one \
                  before the capture, or call comm.prepare_cuda() for collectives, with the dtypes and operators that the capture will use"

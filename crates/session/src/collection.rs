@@ -16,7 +16,7 @@ use crate::{
     GpuStream, Order, Result, Session, SessionError, Tensors,
     gpu::Collectives,
     parts::Parts,
-    plan::{Plans, execute},
+    plan::{Plans, execute, unprepared},
 };
 
 /// Plans on a GPU of a session, from which each call takes one, or the built-in call; see [`AlgorithmCollection`]. Threads share it.
@@ -180,18 +180,14 @@ impl PlanCollection {
         let (stream, mut tensors) = (stream.into(), tensors.into());
         let call = (collective, operation);
         // SAFETY: passed on.
-        match unsafe { self.attempt(stream, call, &mut tensors) } {
-            Err(SessionError::Plan(error @ ExecutorError::Unprepared { dtype, bytes, .. })) => {
-                let is_capturing = |plans: &mut Plans| Ok(stream.on(&plans.context).is_capturing()?);
-                if self.plans.on(self.device, is_capturing)? {
-                    return Err(error.into());
-                }
-                self.prepare(collective, dtype, bytes)?;
-                // SAFETY: passed on.
-                unsafe { self.attempt(stream, call, &mut tensors) }
-            }
-            done => done,
+        let done = unsafe { self.attempt(stream, call, &mut tensors) };
+        let Some((dtype, bytes)) = unprepared(&done) else { return done };
+        if self.plans.on(self.device, |plans| Ok(stream.on(&plans.context).is_capturing()?))? {
+            return done;
         }
+        self.prepare(collective, dtype, bytes)?;
+        // SAFETY: passed on.
+        unsafe { self.attempt(stream, call, &mut tensors) }
     }
 
     /// # Safety

@@ -15,13 +15,13 @@ pub enum SessionError {
     Fabric(#[from] FabricError),
     /// What a collective says.
     #[error(transparent)]
-    Collective(#[from] CollectiveError),
+    Collective(Box<CollectiveError>),
     /// What a mixture of experts says.
     #[error(transparent)]
-    Moe(#[from] MoeError),
+    Moe(Box<MoeError>),
     /// What a plan says.
     #[error(transparent)]
-    Plan(#[from] ExecutorError),
+    Plan(Box<ExecutorError>),
     /// The first call of its kind on a GPU, into a stream that is being captured. Nothing has happened.
     #[error(
         "the first {calls} of a communicator on a GPU sets up memory and kernels, and this stream is being captured: make one \
@@ -48,6 +48,24 @@ pub enum SessionError {
 impl From<CudaError> for SessionError {
     fn from(error: CudaError) -> Self {
         Self::Fabric(error.into())
+    }
+}
+
+impl From<CollectiveError> for SessionError {
+    fn from(error: CollectiveError) -> Self {
+        Self::Collective(Box::new(error))
+    }
+}
+
+impl From<MoeError> for SessionError {
+    fn from(error: MoeError) -> Self {
+        Self::Moe(Box::new(error))
+    }
+}
+
+impl From<ExecutorError> for SessionError {
+    fn from(error: ExecutorError) -> Self {
+        Self::Plan(Box::new(error))
     }
 }
 

@@ -158,16 +158,13 @@ impl LoadedPlan {
             // SAFETY: passed on.
             unsafe { execute(plan, input, output, registered, stream) }
         };
-        match self.with(&mut call) {
-            Err(SessionError::Plan(error @ ExecutorError::Unprepared { dtype, bytes, .. })) => {
-                if self.with(|plan| Ok(stream.on(plan.context()).is_capturing()?))? {
-                    return Err(error.into());
-                }
-                self.prepare(dtype, bytes)?;
-                self.with(call)
-            }
-            done => done,
+        let done = self.with(&mut call);
+        let Some((dtype, bytes)) = unprepared(&done) else { return done };
+        if self.with(|plan| Ok(stream.on(plan.context()).is_capturing()?))? {
+            return done;
         }
+        self.prepare(dtype, bytes)?;
+        self.with(call)
     }
 
     /// Gives the plan's memory back, together with the other ranks.
@@ -179,6 +176,17 @@ impl LoadedPlan {
             let plan = self.plans.on(self.device, |plans| Ok(plans.loaded[self.place].take()))?;
             Ok(plan.map_or(Ok(()), |plan| plan.free(comm))?) // without the lock, as it waits
         })
+    }
+}
+
+/// The dtype and the bytes of an execution for which nobody prepared the plan.
+pub(crate) fn unprepared<T>(done: &Result<T>) -> Option<(DType, usize)> {
+    match done {
+        Err(SessionError::Plan(error)) => match **error {
+            ExecutorError::Unprepared { dtype, bytes, .. } => Some((dtype, bytes)),
+            _ => None,
+        },
+        _ => None,
     }
 }
 

@@ -269,7 +269,8 @@ mod closed {
             };
             // The size is not prepared, which a capture cannot do.
             let error = rank.refused_in_a_capture(execute)?;
-            assert!(matches!(error, SessionError::Plan(ExecutorError::Unprepared { .. })), "{error}");
+            let is_unprepared = |error: &ExecutorError| matches!(error, ExecutorError::Unprepared { .. });
+            assert!(matches!(&error, SessionError::Plan(error) if is_unprepared(error)), "{error}");
             execute()?;
             rank.expect(&memory, 1)?;
             plan.close()?;
