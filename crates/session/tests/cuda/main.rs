@@ -1,6 +1,8 @@
 //! What a session promises: a GPU is opened once, never in a capture; one action after a failure, one end. Ranks are threads, one for
 //! each GPU; without a GPU for every rank a test is recorded as skipped.
 
+mod handed_out;
+
 use std::{
     sync::{Arc, mpsc},
     thread,
@@ -17,7 +19,7 @@ use antiphon_language::library::{Setting, find};
 use antiphon_moe::{MoeConfig, low_latency::LowLatency};
 use antiphon_operation::{Call, Operation, ReduceOp};
 use antiphon_plan::verify::{Memory, Options as Proof, VerifiedPlan};
-use antiphon_session::{FailureAction, Session, SessionError};
+use antiphon_session::{FailureAction, Order, Session, SessionError};
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 use antiphon_testing::{CountingAllocator, Taken, gpus, sized};
 
@@ -128,6 +130,20 @@ fn patience() -> Duration {
 fn end(rank: &Rank) -> Outcome {
     rank.stream.borrow().synchronize()?;
     Ok(rank.session.queue()?.run(|comm| comm.barrier())?)
+}
+
+/// A proved all-reduce.
+fn plan(rank: &Rank) -> Outcome<VerifiedPlan> {
+    let mut setting = Setting::new(rank.world_size as u32);
+    setting.inplace = true;
+    let plan = find("packet-all-reduce").ok_or("the library lacks it")?.plan(&setting)?;
+    let proof = Proof { memory: Memory::Device, ..Proof::default() };
+    Ok(VerifiedPlan::new(plan, &proof).map_err(|report| report.to_string())?)
+}
+
+fn load(rank: &Rank) -> Outcome<antiphon_session::LoadedPlan> {
+    let options = CudaOptions { form: Form::Interpreted, ..CudaOptions::default() };
+    Ok(rank.session.load_plan(rank.device(), Ok(plan(rank)?), options)?)
 }
 
 mod opened {
@@ -246,16 +262,6 @@ mod closed {
             drop(rank.session); // which closes once more
             Ok(())
         });
-    }
-
-    fn load(rank: &Rank) -> Outcome<antiphon_session::LoadedPlan> {
-        let mut setting = Setting::new(rank.world_size as u32);
-        setting.inplace = true;
-        let plan = find("packet-all-reduce").ok_or("the library lacks it")?.plan(&setting)?;
-        let proof = Proof { memory: Memory::Device, ..Proof::default() };
-        let proved = VerifiedPlan::new(plan, &proof).map_err(|report| report.to_string())?;
-        let options = CudaOptions { form: Form::Interpreted, ..CudaOptions::default() };
-        Ok(rank.session.load_plan(rank.device(), Ok(proved), options)?)
     }
 
     #[test]
