@@ -12,7 +12,7 @@ use antiphon_device::{
     sync::Mutex,
 };
 use antiphon_fabric::FabricError;
-use antiphon_operation::Call;
+use antiphon_operation::{Call, Operation};
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
 use crate::{
@@ -158,27 +158,26 @@ impl Gpu {
     /// As [`Session::call_list`](crate::Session::call_list).
     pub(crate) unsafe fn call_list(
         &mut self,
-        calls: Vec<(Call<'_>, Tensors<'_>)>,
+        call: &Call<'_>,
+        list: Vec<Tensors<'_>>,
         stream: GpuStream<'_>,
     ) -> Result<(), CollectiveError> {
-        let is_apart = |(_, tensors): &(_, Tensors<'_>)| matches!(tensors, Tensors::Apart(Some(_), Some(_)));
-        if !calls.iter().all(is_apart) {
+        let are_apart = |tensors: &_| matches!(tensors, Tensors::Apart(Some(_), Some(_)));
+        let has_lists = matches!(call.operation, Operation::AllGather | Operation::ReduceScatter);
+        if !has_lists || !list.iter().all(are_apart) {
+            let mut one_by_one = list.into_iter();
             // SAFETY: passed on.
-            return calls
-                .into_iter()
-                .try_for_each(|(call, mut tensors)| unsafe { self.call(&call, &mut tensors, stream) });
+            return one_by_one.try_for_each(|mut tensors| unsafe { self.call(call, &mut tensors, stream) });
         }
-        let (mut first, mut reads, mut writes) = (None, Vec::new(), Vec::new());
-        for (call, tensors) in calls {
+        let (mut inputs, mut outputs) = (Vec::new(), Vec::new());
+        for tensors in list {
             if let Tensors::Apart(Some(input), Some(output)) = tensors {
-                reads.push(input);
-                writes.push(output);
+                inputs.push(input);
+                outputs.push(output);
             }
-            first.get_or_insert(call);
         }
-        let Some(call) = first else { return Ok(()) };
         // SAFETY: passed on.
-        unsafe { self.engine.call_list(&call, &reads, &mut writes, stream.on(&self.context)) }
+        unsafe { self.engine.call_list(call, &inputs, &mut outputs, stream.on(&self.context)) }
     }
 
     /// # Safety

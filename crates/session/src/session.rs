@@ -79,7 +79,8 @@ impl Session {
         self.collectives.on(stream.into(), |gpu, stream| Ok(unsafe { gpu.call(call, &mut tensors, stream) }?))
     }
 
-    /// Puts the same operation on several tensors into a stream, in one launch where that is possible. Counts may differ.
+    /// Puts the same operation on each entry of a list into a stream: all-gathers and reduce-scatters of tensors that are apart in one
+    /// launch, where they fit one.
     ///
     /// # Errors
     /// As [`call`](Self::call).
@@ -89,10 +90,11 @@ impl Session {
     pub unsafe fn call_list<'s>(
         &self,
         stream: impl Into<GpuStream<'s>>,
-        calls: Vec<(Call<'_>, Tensors<'_>)>,
+        call: &Call<'_>,
+        list: Vec<Tensors<'_>>,
     ) -> Result {
         // SAFETY: passed on.
-        self.collectives.on(stream.into(), |gpu, stream| Ok(unsafe { gpu.call_list(calls, stream) }?))
+        self.collectives.on(stream.into(), |gpu, stream| Ok(unsafe { gpu.call_list(call, list, stream) }?))
     }
 
     /// Puts a fused all-reduce into a stream.

@@ -41,8 +41,9 @@ impl Gpus {
     pub(crate) unsafe fn run_list(&self, device: u32, stream: RawStream, calls: &[Call]) -> Outcome {
         // SAFETY: passed on.
         unsafe {
-            let each = calls.iter().map(|call| Ok((call.what.clone(), views(call.tensors)?)));
-            self.session.call_list(on(device, stream), each.collect::<Outcome<_>>()?)
+            let Some(first) = calls.first() else { return Ok(()) };
+            let list = calls.iter().map(|call| views(call.tensors)).collect::<Outcome<_>>()?;
+            self.session.call_list(on(device, stream), &first.what, list)
         }
     }
 

@@ -5,7 +5,6 @@ use antiphon_collectives::{
     mixed::{MixedCall, MixedOp},
 };
 use antiphon_fabric::RegisteredMemory;
-use antiphon_session::Tensors;
 use antiphon_topology::MixedLayout;
 
 use super::*;
@@ -76,24 +75,26 @@ fn messages_go_both_ways() {
 }
 
 #[test]
-fn lists_are_summed_one_by_one() {
+fn each_entry_of_a_list_has_its_call() {
     on_gpus(patience(), |rank| {
         let rank = rank.prepared()?;
-        let (apart, sum, in_place) = (rank.numbers()?, rank.numbers()?, rank.numbers()?);
-        let outputs = || view_mut(&sum, DType::F32, &[COUNT]);
-        let one = |input, output| (SUM, Tensors::from((input, output)));
+        let (own, first, second) = (rank.numbers()?, rank.numbers()?, rank.numbers()?);
+        let halves = || view(&own, DType::F32, &[COUNT / 2]);
+        let list = [&first, &second].map(|memory| (halves(), view_mut(memory, DType::F32, &[COUNT])).into());
+        let gather = Call::new(Operation::AllGather);
         // SAFETY: the memory lives until the stream has finished.
+        unsafe { rank.session.call_list(&rank.stream, &gather, Vec::from(list)) }?;
+        assert_eq!([rank.ends(&first)?, rank.ends(&second)?], [[1.0, 2.0]; 2]);
+
+        // There is no launch of several sums.
+        let list = [&first, &second].map(|memory| view_mut(memory, DType::F32, &[COUNT]).into());
+        // SAFETY: as above.
         unsafe {
-            rank.session.call_list(&rank.stream, vec![one(view(&apart, DType::F32, &[COUNT]), outputs())])?;
-            let mixed = vec![
-                one(view(&apart, DType::F32, &[COUNT]), outputs()),
-                (SUM, view_mut(&in_place, DType::F32, &[COUNT]).into()),
-            ];
-            rank.session.call_list(&rank.stream, mixed)?;
-            rank.session.call_list(&rank.stream, Vec::new())?;
-            rank.session.barrier(&rank.stream)?;
+            rank.session.call_list(&rank.stream, &SUM, Vec::from(list))?;
+            rank.session.call_list(&rank.stream, &SUM, Vec::new())?;
         }
-        assert_eq!([rank.ends(&sum)?, rank.ends(&in_place)?], [[3.0; 2]; 2]);
+        rank.session.barrier(&rank.stream)?;
+        assert_eq!([rank.ends(&first)?, rank.ends(&second)?], [[2.0, 4.0]; 2]);
         end(&rank)
     });
 }
