@@ -41,7 +41,7 @@ EMULATOR = $(abspath $(or $(CARGO_TARGET_DIR),target))/emulator
 PROFILE ?=
 EMULATED = ANTIPHON_EMULATOR_GPUS=8 LD_LIBRARY_PATH=$(EMULATOR) ANTIPHON_NVRTC=$(EMULATOR) ANTIPHON_CACHE_DIR=$(EMULATOR)/cache
 TESTS = --workspace --all-features --test cuda --test cuda_warm -- --test-threads 1 reductions on_1_gpus as_defined_on_2 beside_on_2 \
-	order:: orders:: room:: late_block as_a_whole fuse_different failures:: refused:: wrapped_rings hybrid_scales many_experts many_tokens region_of_two \
+	order:: orders:: opened:: closed:: handed_out:: experts:: room:: late_block as_a_whole fuse_different failures:: refused:: wrapped_rings hybrid_scales many_experts many_tokens region_of_two \
 	rows_and_sums_have_the_hosts_bits_on_2 all_reduces_have_the_hosts_bits_on_2 every_operation_has_the_hosts_bits replay_between_eager_calls_on_2 of_each_kind_are_right_on_2 free_behind_a_call_on_2 different_places captured_in_one_go parts_on_1_gpus takes_nothing --skip hybrid_rows_and_sums_have_the_hosts_bits_on_2 --skip have_room_on_8 --skip without_memory_on_8
 NO_EMULATOR = $(if $(filter-out x86_64,$(shell uname -m)),an x86-64 processor)$(if $(shell command -v g++),, g++)
 
@@ -79,7 +79,7 @@ soak: emulator
 emulated-all: emulator $(VENV)/installed
 	rm -f $(SKIPPED)-emulated-all
 	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test $(PROFILE) --no-fail-fast \
-		-p antiphon-device -p antiphon-fabric -p antiphon-collectives -p antiphon-moe -p antiphon-executor --test cuda --test cuda_warm -- --test-threads 1
+		-p antiphon-device -p antiphon-fabric -p antiphon-collectives -p antiphon-moe -p antiphon-executor -p antiphon-session --test cuda --test cuda_warm -- --test-threads 1
 	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test $(PROFILE) -p antiphon-collectives --test conformance -- --test-threads 1 ::gpus::
 	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test $(PROFILE) -p antiphon-cli --test plan -- between_gpus
 	$(PYTHON) -m maturin develop --quiet

@@ -49,7 +49,7 @@
 //! 4. **Groups.** [`topology`] computes groups for tensor, pipeline, context and expert parallelism.
 //! 5. **Memory that all ranks see.** [`create_shared_buffer`](fabric::Communicator::create_shared_buffer).
 //! 6. **GPUs.** [`cuda`] has the collectives between GPUs, their devices, memory and streams. [`nccl`] has the same
-//!    collectives through NCCL.
+//!    collectives through NCCL. [`session`] opens a rank's GPUs once for many threads, and hands out all kinds of calls on them.
 //! 7. **Algorithms of your own.** A [`language`] program becomes a [`plan`], which is proved and simulated before the
 //!    [`executor`] runs it. The usual algorithms are in its [`library`](language::library).
 //! 8. **Mixtures of experts.** [`moe`] sends tokens to the ranks of their experts, and combines the experts' results.
@@ -78,6 +78,7 @@ pub use antiphon_language as language;
 pub use antiphon_moe as moe;
 pub use antiphon_operation as operation;
 pub use antiphon_plan as plan;
+pub use antiphon_session as session;
 pub use antiphon_tensor as tensor;
 pub use antiphon_topology as topology;
 pub use antiphon_tuning as tuning;

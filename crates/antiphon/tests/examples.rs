@@ -78,3 +78,13 @@ fn plan() {
 fn plan_collection() {
     runs_as_threads_and_processes("plan_collection");
 }
+
+/// It needs GPUs, and says so where there are none.
+#[test]
+fn session() {
+    let output = Command::new(example("session")).env_remove("RANK").output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let said = String::from_utf8_lossy(&output.stdout);
+    let is_sum = |line: &str| line.starts_with("rank ") && line.contains("after 5 steps each activation is");
+    assert!(said == "skipped: there is no GPU\n" || said.lines().all(is_sum), "{said}");
+}

@@ -4,6 +4,7 @@ use antiphon::{
     fabric::rendezvous::RendezvousError,
     moe::MoeError,
     prelude::{CollectiveError, FabricError},
+    session::SessionError,
     tensor::TensorError,
     topology::TopologyError,
 };
@@ -78,6 +79,25 @@ impl From<ExecutorError> for Error {
             | ExecutorError::Occupancy { .. } => PyRuntimeError::new_err(text),
             _ => PyValueError::new_err(text),
         })
+    }
+}
+
+impl From<SessionError> for Error {
+    fn from(error: SessionError) -> Self {
+        match error {
+            SessionError::Fabric(error) => error.into(),
+            SessionError::Collective(error) => (*error).into(),
+            SessionError::Moe(error) => (*error).into(),
+            SessionError::Plan(error) => (*error).into(),
+            SessionError::Captured { calls } => Self(PyValueError::new_err(format!(
+                "the first {calls} of a communicator on a GPU sets up memory and kernels, and this stream is being captured: make one \
+                 before the capture, or call comm.prepare_cuda() for collectives, with the dtypes and operators that the capture will use"
+            ))),
+            SessionError::LowLatencyClosed => {
+                Self(PyRuntimeError::new_err("this MoeLowLatency or its communicator is closed"))
+            }
+            error => Self(PyValueError::new_err(error.to_string())),
+        }
     }
 }
 

@@ -9,7 +9,13 @@ use antiphon::device::sync::Mutex;
 use antiphon::prelude::{FabricError, Pending};
 use pyo3::{exceptions::PyTimeoutError, prelude::*, types::PyType};
 
-use crate::{arguments::seconds, cuda::Started, error::Error, fork::Process, operand::note_write};
+use crate::{
+    arguments::seconds,
+    cuda::{self, Started},
+    error::Error,
+    fork::Process,
+    operand::note_write,
+};
 
 /// How long a wait lasts before Python's signal handlers run.
 const LOOK: Duration = Duration::from_millis(10);
@@ -96,7 +102,7 @@ impl Work for Started {
     }
 
     fn finish(self: Box<Self>) -> Result<(), Unfinished> {
-        Ok((*self).finish().map(drop)?)
+        Ok(cuda::finish(*self).map(drop)?)
     }
 }
 

@@ -134,10 +134,10 @@ impl MoeHybrid {
             Some(words) => HandleMemory::Callers { words: unsafe { words.view_mut() }?, sources: None },
         };
         // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
-        let notify = |moe: &antiphon::moe::cuda::CudaMoe, stream: antiphon::device::cuda::StreamRef<'_>| unsafe {
-            moe.hybrid_notify(&routing, memory, stream)
-        };
-        Ok(MoeHybridHandle(Routes::Cuda(Mutex::new(moe.run_cuda(py, device, None, notify)?))))
+        let handle = moe.run_cuda(py, device, None, |moe, stream| unsafe {
+            moe.hybrid_notify(stream, &routing, memory)
+        })?;
+        Ok(MoeHybridHandle(Routes::Cuda(Mutex::new(handle))))
     }
 
     #[doc = stub!("MoeHybrid.dispatch")]
@@ -189,7 +189,7 @@ impl MoeHybrid {
             let moe = self.0.get();
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
             return moe.run_cuda(py, device, None, |moe, stream| unsafe {
-                moe.hybrid_dispatch(&handle, call, stream)
+                moe.hybrid_dispatch(stream, &handle, call)
             });
         }
         let handle = handle.0.host("hybrid_dispatch")?;
@@ -231,7 +231,7 @@ impl MoeHybrid {
             let moe = self.0.get();
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
             return moe.run_cuda(py, device, None, |moe, stream| unsafe {
-                moe.hybrid_combine(&handle, call, stream)
+                moe.hybrid_combine(stream, &handle, call)
             });
         }
         let handle = handle.0.host("hybrid_combine")?;

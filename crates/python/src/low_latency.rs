@@ -7,19 +7,14 @@ use std::{
 
 use antiphon::device::sync::Mutex;
 use antiphon::{
-    collectives::cuda::OnFailure,
-    device::cuda::{Context, StreamRef},
     fabric::Queue,
     moe::{
         self, CombineFormat, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle,
         LowLatencyReceived, MoeConfig, MoeError,
-        cuda::CudaMoe,
-        low_latency::{
-            LowLatency,
-            cuda::{CudaLowLatency, CudaLowLatencyHandle, CudaReceive},
-        },
+        low_latency::{LowLatency, cuda::CudaReceive},
     },
     prelude::{TensorView, TensorViewMut},
+    session::{self, GpuStream, LowLatencyMoe, SessionError},
 };
 use pyo3::{
     exceptions::{PyRuntimeError, PyValueError},
@@ -30,13 +25,12 @@ use crate::{
     arguments::Given,
     array::{Array, check_apart},
     communicator::Communicator,
-    cuda::{List as _, Part, Parts},
     error::Result,
     fork::Process,
     handle::{Handle, Unfinished, Work},
     interrupt,
     operand::Usage,
-    stream::{RawStream, stream_or_current},
+    stream::{on, stream_or_current},
 };
 
 #[doc = stub!("MoeLowLatency")]
@@ -55,31 +49,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 enum Engine {
     /// Absent when closed.
     Host(Arc<Mutex<Option<moe::Moe>>>),
-    Cuda(OnGpu),
-}
-
-/// What makes the calls on a GPU.
-#[derive(Clone)]
-struct OnGpu {
-    device: u32,
-    /// Empty when closed.
-    parts: Arc<Parts<CudaMoe>>,
-}
-
-impl OnGpu {
-    /// What `work` returns with what makes the calls and a stream of the GPU.
-    fn with<T>(
-        &self,
-        stream: RawStream,
-        work: impl FnOnce(&CudaLowLatency, StreamRef<'_>) -> Result<T, MoeError>,
-    ) -> Result<T> {
-        let outcome = self.parts.with_open(self.device, |moe| {
-            // SAFETY: the stream is that of the library whose tensors are used, and so of the device.
-            let stream = unsafe { moe.context().borrow_stream(stream) };
-            work(moe.low_latency()?, stream)
-        });
-        Ok(outcome.ok_or_else(closed)??)
-    }
+    Cuda(LowLatencyMoe),
 }
 
 #[doc = stub!("MoeLowLatencyHandle")]
@@ -89,12 +59,12 @@ pub(crate) struct MoeLowLatencyHandle(Routes);
 enum Routes {
     /// Absent until the dispatch is over.
     Host(Arc<OnceLock<LowLatencyHandle>>),
-    Cuda(Mutex<CudaLowLatencyHandle>),
+    Cuda(session::LowLatencyHandle),
 }
 
 /// The second half of a call on a GPU.
 struct Receiving {
-    engine: OnGpu,
+    gpu: LowLatencyMoe,
     receive: CudaReceive,
     /// Keeps the memory until the second half is in a stream, in whose order libraries give memory back.
     _arrays: Vec<Array>,
@@ -120,9 +90,10 @@ impl Work for Receiving {
 
 impl Receiving {
     fn launch(&self) -> Result<()> {
-        let stream = Python::attach(|py| stream_or_current(py, self.engine.device, None))?;
-        // SAFETY: the arrays live.
-        self.engine.with(stream, |engine, stream| unsafe { engine.receive(&self.receive, stream) })
+        let device = self.gpu.device();
+        let stream = Python::attach(|py| stream_or_current(py, device, None))?;
+        // SAFETY: the arrays live, and the stream is the library's, of the device.
+        Ok(unsafe { self.gpu.receive(on(device, stream), &self.receive) }?)
     }
 }
 
@@ -194,14 +165,15 @@ impl MoeLowLatency {
     fn on_cuda(
         &self,
         py: Python<'_>,
-        gpu: &OnGpu,
+        gpu: &LowLatencyMoe,
         arrays: Vec<Array>,
-        call: impl FnOnce(&CudaLowLatency, StreamRef<'_>) -> Result<Option<CudaReceive>, MoeError> + Send,
+        call: impl FnOnce(&LowLatencyMoe, GpuStream<'_>) -> Result<Option<CudaReceive>, SessionError> + Send,
     ) -> Result<Option<Handle>> {
         let _queue = self.queue()?;
-        let stream = stream_or_current(py, gpu.device, None)?;
-        let receive = interrupt::detached(py, || gpu.with(stream, call))?;
-        let half = receive.map(|receive| Receiving { engine: gpu.clone(), receive, _arrays: arrays });
+        let (device, stream) = (gpu.device(), stream_or_current(py, gpu.device(), None)?);
+        // SAFETY: the stream is that of the library whose tensors are used, and so of the device.
+        let receive = interrupt::detached(py, || call(gpu, unsafe { on(device, stream) }))?;
+        let half = receive.map(|receive| Receiving { gpu: gpu.clone(), receive, _arrays: arrays });
         Ok(half.map(|half| Handle::of("dispatch_low_latency", Box::new(half), None)))
     }
 }
@@ -291,21 +263,17 @@ impl MoeLowLatency {
     ) -> Result<Self> {
         let queue = comm.queue()?;
         let most = LowLatency { max_tokens, hidden, num_experts, top_k };
-        let config = MoeConfig { low_latency: Some(most), ..MoeConfig::default() };
         let engine = match device {
             None => {
+                let config = MoeConfig { low_latency: Some(most), ..MoeConfig::default() };
                 let moe = interrupt::detached(py, || queue.run(|comm| moe::Moe::new(comm, config)))?;
                 Engine::Host(Arc::new(Mutex::new(Some(moe))))
             }
             Some(device) => {
-                let (stream, parts) = (stream_or_current(py, device, None)?, comm.gpus().parts(py));
-                let config = MoeConfig { region_bytes: 0, ..config };
-                let make = |comm: &_, context: &Context| CudaMoe::new(comm, context, config);
+                let (stream, session) = (stream_or_current(py, device, None)?, comm.gpus().session());
                 // SAFETY: the stream is one of the device.
-                interrupt::detached(py, || unsafe {
-                    parts.with((&queue, device, Some(stream)), "low-latency instance", make, |_| Ok(()))
-                })?;
-                Engine::Cuda(OnGpu { device, parts })
+                let make = || session.low_latency(unsafe { on(device, stream) }, most);
+                Engine::Cuda(interrupt::detached(py, make)?)
             }
         };
         Ok(Self { engine, queue: Arc::downgrade(&queue), process: Process::current() })
@@ -322,7 +290,7 @@ impl MoeLowLatency {
     fn check(&self, py: Python<'_>) -> Result<()> {
         match &self.engine {
             Engine::Host(_) => Ok(()),
-            Engine::Cuda(gpu) => py.detach(|| gpu.parts.check()),
+            Engine::Cuda(gpu) => Ok(py.detach(|| gpu.check())?),
         }
     }
 
@@ -333,7 +301,7 @@ impl MoeLowLatency {
             queue.run(|comm| match &self.engine {
                 Engine::Host(moe) => lock(moe).take().map_or(Ok(()), |moe| moe.close(comm)),
                 Engine::Cuda(gpu) => {
-                    gpu.parts.close();
+                    gpu.close();
                     Ok(())
                 }
             })
@@ -407,15 +375,15 @@ impl MoeLowLatency {
             }
         };
         let mut routes = None;
-        let handle = self.on_cuda(py, gpu, arrays, |engine, stream| {
+        let handle = self.on_cuda(py, gpu, arrays, |gpu, stream| {
             // SAFETY: as above.
             let (handle, receive) = unsafe {
                 match start {
-                    false => (engine.dispatch(&call, stream)?, None),
-                    true => engine.send_dispatch(&call, stream).map(|(handle, half)| (handle, Some(half)))?,
+                    false => (gpu.dispatch(stream, &call)?, None),
+                    true => gpu.send_dispatch(stream, &call).map(|(handle, half)| (handle, Some(half)))?,
                 }
             };
-            routes = Some(Routes::Cuda(Mutex::new(handle)));
+            routes = Some(Routes::Cuda(handle));
             Ok(receive)
         })?;
         Ok((MoeLowLatencyHandle(routes.ok_or_else(closed)?), handle))
@@ -454,13 +422,12 @@ impl MoeLowLatency {
                     moe.low_latency_combine(comm, routes.get().ok_or(missing)?, call)
                 })
             }
-            (Routes::Cuda(routes), Engine::Cuda(gpu)) => self.on_cuda(py, gpu, arrays, |engine, stream| {
-                let routes = lock(routes);
+            (Routes::Cuda(routes), Engine::Cuda(gpu)) => self.on_cuda(py, gpu, arrays, |gpu, stream| {
                 // SAFETY: as in `dispatch`.
                 unsafe {
                     match start {
-                        false => engine.combine(&routes, &call, stream).map(|()| None),
-                        true => engine.send_combine(&routes, &call, stream).map(Some),
+                        false => gpu.combine(stream, routes, &call).map(|()| None),
+                        true => gpu.send_combine(stream, routes, &call).map(Some),
                     }
                 }
             }),
@@ -476,21 +443,7 @@ impl MoeLowLatencyHandle {
     fn num_tokens(&self) -> Option<usize> {
         match &self.0 {
             Routes::Host(routes) => routes.get().map(LowLatencyHandle::num_tokens),
-            Routes::Cuda(routes) => Some(lock(routes).num_tokens()),
+            Routes::Cuda(routes) => Some(routes.num_tokens()),
         }
-    }
-}
-
-impl Part for CudaMoe {
-    fn ordinal(&self) -> u32 {
-        self.context().device().ordinal()
-    }
-
-    fn on_failure(&self, action: OnFailure) {
-        CudaMoe::on_failure(self, action);
-    }
-
-    fn check(&self) -> Result<()> {
-        Ok(CudaMoe::check(self)?)
     }
 }

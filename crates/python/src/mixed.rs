@@ -5,8 +5,8 @@ use std::sync::Arc;
 use antiphon::device::sync::Mutex;
 use antiphon::{
     collectives::mixed::{self, MixedMode, MixedOp},
-    cuda::CudaCollectives,
-    prelude::{CollectiveError, Communicator as Comm, FabricError, MixedLayout},
+    prelude::{Communicator as Comm, FabricError, MixedLayout},
+    session::SessionError,
     tensor::{Device, dlpack::ElementType},
 };
 use pyo3::{exceptions::PyValueError, prelude::*};
@@ -15,7 +15,7 @@ use crate::{
     arguments::{Count, Given, Operands, prepare},
     call::{
         What,
-        mixed::{Handler, Mixed, half_of, lock},
+        mixed::{Handler, Mixed, half_of},
     },
     communicator::Communicator,
     error::Result,
@@ -67,14 +67,11 @@ impl MixedHandler {
         let dtype = element.and_then(|element| element.dtype());
         let (element, dtype) =
             element.zip(dtype).ok_or_else(|| PyValueError::new_err("the dtype has no arithmetic"))?;
-        let gpus = comm.get().gpus();
+        let session = comm.get().gpus().session();
         let handler = interrupt::detached(py, || {
             let host = queue.run(|comm| mixed::MixedHandler::new(comm, layout))?;
-            let gpu = device.map(|device| {
-                let gpu = gpus.mixed(&queue, device, layout, dtype, most_blocks)?;
-                Ok::<_, CollectiveError>((device, Arc::new(Mutex::new(gpu))))
-            });
-            Ok::<_, CollectiveError>(Handler { host: Arc::new(Mutex::new(host)), gpu: gpu.transpose()? })
+            let gpu = device.map(|device| session.mixed(device, layout, dtype, most_blocks).map(Arc::new));
+            Ok::<_, SessionError>(Handler { host: Arc::new(Mutex::new(host)), gpu: gpu.transpose()? })
         })?;
         let device = device.map_or(Device::Host, Device::Cuda);
         Ok(Self { comm, layout, element, device, handler })
@@ -88,10 +85,8 @@ impl MixedHandler {
     #[doc = stub!("MixedHandler.select")]
     fn select(&self, py: Python<'_>, op: u8, num_bytes: Count) -> Result<&'static str> {
         let (queue, op) = (self.comm.get().queue()?, op_of(op)?);
-        if let Some((device, gpu)) = &self.handler.gpu {
-            let gpus = self.comm.get().gpus();
-            let select = || gpus.with_peers(*device, |peers| lock(gpu).select(peers, op, num_bytes.0));
-            return Ok(interrupt::detached(py, select)?.name());
+        if let Some(gpu) = &self.handler.gpu {
+            return Ok(interrupt::detached(py, || gpu.select(op, num_bytes.0))?.name());
         }
         let select = |comm: &Comm| self.handler.with(|handler| handler.select(comm, op, num_bytes.0));
         Ok(interrupt::detached(py, || queue.run(select))?.name())
@@ -100,10 +95,8 @@ impl MixedHandler {
     #[doc = stub!("MixedHandler.tune")]
     fn tune(&self, py: Python<'_>, smallest: Count, largest: Count) -> Result<()> {
         let (queue, sizes) = (self.comm.get().queue()?, smallest.0..=largest.0);
-        if let Some((device, gpu)) = &self.handler.gpu {
-            let gpus = self.comm.get().gpus();
-            let tune = |comm: &Comm| gpus.with_peers(*device, |peers| lock(gpu).tune(comm, peers, sizes));
-            return Ok(interrupt::detached(py, || queue.run(tune))?);
+        if let Some(gpu) = &self.handler.gpu {
+            return Ok(interrupt::detached(py, || gpu.tune(sizes))?);
         }
         let tune = |comm: &Comm| self.handler.with(|handler| handler.tune(comm, sizes));
         Ok(interrupt::detached(py, || queue.run(tune))?)
@@ -111,20 +104,25 @@ impl MixedHandler {
 
     #[doc = stub!("MixedHandler.release_memory")]
     fn release_memory(&self, py: Python<'_>) -> Result<()> {
-        self.together(py, |comm, peers| match peers {
-            Some(peers) => peers.release_memory(comm),
-            None => Ok(comm.barrier()?),
-        })
+        let queue = self.comm.get().queue()?;
+        match &self.handler.gpu {
+            Some(gpu) => Ok(interrupt::detached(py, || gpu.release_memory())?),
+            None => Ok(interrupt::detached(py, || queue.run(|comm| comm.barrier()))?),
+        }
     }
 
     #[doc = stub!("MixedHandler.restore_memory")]
     #[pyo3(signature = (problem = None))]
     fn restore_memory(&self, py: Python<'_>, problem: Option<String>) -> Result<()> {
         let problem = problem.map_or(Ok(()), |problem| Err(FabricError::invalid(problem)));
-        self.together(py, |comm, peers| {
-            comm.agree("cannot restore its memory", problem)?;
-            peers.map_or(Ok(()), |peers| peers.restore_memory(comm))
-        })
+        let queue = self.comm.get().queue()?;
+        match &self.handler.gpu {
+            Some(gpu) => Ok(interrupt::detached(py, || gpu.restore_memory(problem))?),
+            None => {
+                let agree = |comm: &Comm| comm.agree("cannot restore its memory", problem);
+                Ok(interrupt::detached(py, || queue.run(agree))?)
+            }
+        }
     }
 
     #[doc = stub!("MixedHandler.run")]
@@ -180,20 +178,5 @@ impl MixedHandler {
             true => Ok(()),
             false => Err(PyValueError::new_err("the tensors do not suit the handler")),
         }
-    }
-
-    /// Something that all ranks do together, with their GPUs if the handler is for these.
-    fn together(
-        &self,
-        py: Python<'_>,
-        work: impl FnOnce(&Comm, Option<&CudaCollectives>) -> std::result::Result<(), CollectiveError> + Send,
-    ) -> Result<()> {
-        let (queue, gpus) = (self.comm.get().queue()?, self.comm.get().gpus());
-        let device = self.handler.gpu.as_ref().map(|(device, _)| *device);
-        let together = |comm: &Comm| match device {
-            Some(device) => gpus.with_peers(device, |peers| work(comm, Some(peers))),
-            None => work(comm, None),
-        };
-        Ok(interrupt::detached(py, || queue.run(together))?)
     }
 }

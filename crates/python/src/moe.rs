@@ -4,14 +4,13 @@ use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 
 use antiphon::device::sync::Mutex;
 use antiphon::{
-    collectives::cuda::OnFailure,
-    device::cuda::{Context, Event, StreamRef},
     fabric::Queue,
     moe::{
         self, Choices, Combine, Dispatch, MoeConfig, MoeError, Routing, RowFormat, Tokens,
-        cuda::{CudaHandle, CudaMoe, HandleMemory},
+        cuda::{CudaHandle, HandleMemory},
     },
     prelude::FabricError,
+    session::{self, MoeStream, SessionError},
 };
 use pyo3::{
     exceptions::{PyRuntimeError, PyTypeError, PyValueError},
@@ -23,11 +22,10 @@ use crate::{
     arguments::Given,
     array::{Array, check_apart},
     communicator::Communicator,
-    cuda::{List as _, Part, Parts},
     error::Result,
     fork::Process,
     interrupt,
-    stream::{RawStream, stream_or_current},
+    stream::{RawStream, on, stream_or_current},
 };
 
 #[doc = stub!("Moe")]
@@ -35,33 +33,11 @@ use crate::{
 pub(crate) struct Moe {
     /// Absent when closed.
     moe: Mutex<Option<moe::Moe>>,
-    gpus: Arc<Parts<Gpu>>,
-    num_sms: Mutex<u32>,
+    gpus: session::Moe,
     queue: Weak<Queue>,
     process: Process,
     world_size: usize,
     region_bytes: usize,
-}
-
-/// A GPU that calls are made on.
-struct Gpu {
-    moe: CudaMoe,
-    /// Orders a call on a stream beside the current one.
-    order: Event,
-}
-
-impl Part for Gpu {
-    fn ordinal(&self) -> u32 {
-        Part::ordinal(&self.moe)
-    }
-
-    fn on_failure(&self, action: OnFailure) {
-        self.moe.on_failure(action);
-    }
-
-    fn check(&self) -> Result<()> {
-        Ok(self.moe.check()?)
-    }
 }
 
 /// A stream beside the current one, and whether the current one waits for the end of a call on it.
@@ -112,36 +88,21 @@ impl Moe {
         py: Python<'_>,
         device: u32,
         side: Option<Side>,
-        call: impl FnOnce(&CudaMoe, StreamRef<'_>) -> Result<T, MoeError> + Send,
+        call: impl FnOnce(&session::Moe, MoeStream<'_>) -> Result<T, SessionError> + Send,
     ) -> Result<T> {
         self.process.check(|| "Moe".to_owned())?;
         let closed = || PyRuntimeError::new_err("this Moe or its communicator is closed");
-        let queue = self.queue.upgrade().ok_or_else(closed)?;
-        let stream = stream_or_current(py, device, None)?;
-        let num_sms = *self.num_sms.lock().unwrap_or_else(PoisonError::into_inner);
-        let make = |comm: &_, context: &Context| {
-            let moe = CudaMoe::new(comm, context, MoeConfig::for_gpus())?;
-            Ok::<_, MoeError>(Gpu { moe, order: Event::new(context)? })
-        };
-        let work = |Gpu { moe, order }: &mut Gpu| {
-            moe.set_num_sms(num_sms)?;
-            // SAFETY: the streams are those of the library whose tensors are used, and so of the device.
-            let borrow = |stream| unsafe { moe.context().borrow_stream(stream) };
-            let current = borrow(stream);
-            let Some((side, joins)) = side else { return call(moe, current) };
-            let side = borrow(side);
-            order.record(current)?;
-            side.wait(order)?;
-            let result = call(moe, side)?;
-            if joins {
-                order.record(side)?;
-                current.wait(order)?;
-            }
-            Ok(result)
-        };
+        let _queue = self.queue.upgrade().ok_or_else(closed)?;
+        let current = stream_or_current(py, device, None)?;
         Ok(interrupt::detached(py, || {
-            // SAFETY: as above.
-            unsafe { self.gpus.with((&queue, device, Some(stream)), "MoE call", make, work) }
+            // SAFETY: the streams are those of the library whose tensors are used, and so of the device.
+            let on = |stream| unsafe { on(device, stream) };
+            let stream = MoeStream::from(on(current));
+            let stream = match side {
+                Some((side, joins)) => stream.beside(on(side), joins),
+                None => stream,
+            };
+            call(&self.gpus, stream)
         })?)
     }
 
@@ -181,8 +142,8 @@ impl Moe {
         Ok(Self {
             region_bytes: moe.region_bytes(),
             moe: Mutex::new(Some(moe)),
-            gpus: comm.gpus().parts(py),
-            num_sms: Mutex::new(MoeConfig::NUM_SMS),
+            // Detached, as another thread may hold the lock while it attaches.
+            gpus: py.detach(|| comm.gpus().session().moe(MoeConfig::for_gpus())),
             world_size: queue.messenger().world_size(),
             queue: Arc::downgrade(&queue),
             process: Process::current(),
@@ -197,7 +158,7 @@ impl Moe {
     #[doc = stub!("Moe.num_sms")]
     #[getter]
     fn num_sms(&self) -> u32 {
-        *self.num_sms.lock().unwrap_or_else(PoisonError::into_inner)
+        self.gpus.num_sms()
     }
 
     #[setter]
@@ -205,7 +166,7 @@ impl Moe {
         if num_sms == 0 {
             return Err(PyValueError::new_err("num_sms must be above 0").into());
         }
-        *self.num_sms.lock().unwrap_or_else(PoisonError::into_inner) = num_sms;
+        self.gpus.set_num_sms(num_sms);
         Ok(())
     }
 
@@ -266,14 +227,15 @@ impl Moe {
         let sources = unsafe { sources.view() }?;
         let sizes = [num_experts, num_tokens, top_k];
         // SAFETY: that they are what a dispatch has left is the caller's to see to.
-        let handle =
-            self.run_cuda(py, device, None, |moe, _| unsafe { moe.handle_of((&words, &sources), sizes) })?;
+        let handle = self.run_cuda(py, device, None, |moe, stream| unsafe {
+            moe.handle_of(stream, (&words, &sources), sizes)
+        })?;
         Ok(MoeHandle(Routes::Cuda(Mutex::new(handle))))
     }
 
     #[doc = stub!("Moe.check")]
     fn check(&self, py: Python<'_>) -> Result<()> {
-        py.detach(|| self.gpus.check())
+        Ok(py.detach(|| self.gpus.check())?)
     }
 
     #[doc = stub!("Moe.give_up")]
@@ -324,7 +286,7 @@ impl Moe {
             return self.run_cuda(py, device, side, |moe, stream| {
                 let outputs = [&mut per_rank, &mut per_expert, &mut in_rank];
                 // SAFETY: as above.
-                unsafe { moe.layout(&view, outputs, stream) }
+                unsafe { moe.layout(stream, &view, outputs) }
             });
         }
         let layout = py.detach(|| moe::layout(&view, num_experts, self.world_size))?;
@@ -387,7 +349,7 @@ impl Moe {
         };
         // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
         let handle =
-            self.run_cuda(py, device, side, |moe, stream| unsafe { moe.notify(&routing, memory, stream) })?;
+            self.run_cuda(py, device, side, |moe, stream| unsafe { moe.notify(stream, &routing, memory) })?;
         Ok(MoeHandle(Routes::Cuda(Mutex::new(handle))))
     }
 
@@ -449,7 +411,7 @@ impl Moe {
             let handle = handle.0.cuda("dispatch")?;
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
             return self
-                .run_cuda(py, device, side, |moe, stream| unsafe { moe.dispatch(&handle, call, stream) });
+                .run_cuda(py, device, side, |moe, stream| unsafe { moe.dispatch(stream, &handle, call) });
         }
         let handle = handle.0.host("dispatch")?;
         self.run(py, |moe, comm| moe.dispatch(comm, handle, call))
@@ -499,7 +461,7 @@ impl Moe {
             let handle = handle.0.cuda("combine")?;
             // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
             return self
-                .run_cuda(py, device, side, |moe, stream| unsafe { moe.combine(&handle, call, stream) });
+                .run_cuda(py, device, side, |moe, stream| unsafe { moe.combine(stream, &handle, call) });
         }
         let handle = handle.0.host("combine")?;
         self.run(py, |moe, comm| moe.combine(comm, handle, call))

@@ -1,5 +1,6 @@
 //! Streams of CUDA as frameworks exchange them, and the current ones of torch and CuPy.
 
+use antiphon::session::GpuStream;
 use pyo3::{exceptions::PyValueError, intern, prelude::*, sync::PyOnceLock, types::PyDict};
 
 use crate::error::Result;
@@ -41,6 +42,15 @@ pub(crate) fn stream_or_current(py: Python<'_>, device: u32, stream: Option<RawS
         }
     }
     Ok(0)
+}
+
+/// A stream of a device as the session takes it.
+///
+/// # Safety
+/// As [`GpuStream::from_raw`].
+pub(crate) unsafe fn on(device: u32, stream: RawStream) -> GpuStream<'static> {
+    // SAFETY: passed on.
+    unsafe { GpuStream::from_raw(device, stream) }
 }
 
 /// The current stream of torch or CuPy on a device; nothing for other libraries.

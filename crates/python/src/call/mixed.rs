@@ -3,15 +3,15 @@
 use std::{
     fmt,
     ops::Range,
-    sync::{Arc, MutexGuard, PoisonError},
+    sync::{Arc, PoisonError},
 };
 
 use antiphon::device::sync::Mutex;
 use antiphon::{
-    collectives::mixed::{self, CudaMixedHandler, MixedCall, MixedMode, MixedOp, operation_of},
-    cuda::{CudaCollectives, StreamRef},
+    collectives::mixed::{self, MixedCall, MixedMode, MixedOp, operation_of},
     operation::Operation,
     prelude::{CollectiveError, Communicator as Comm, FabricError, MixedLayout, TensorView, TensorViewMut},
+    session::{self, SessionError},
 };
 
 use super::What;
@@ -21,18 +21,14 @@ use super::What;
 #[derive(Clone)]
 pub(crate) struct Handler {
     pub(crate) host: Arc<Mutex<mixed::MixedHandler>>,
-    /// The device's number and its mixed collectives.
-    pub(crate) gpu: Option<(u32, Arc<Mutex<CudaMixedHandler>>)>,
+    pub(crate) gpu: Option<Arc<session::MixedHandler>>,
 }
 
 impl Handler {
     pub(crate) fn with<T>(&self, work: impl FnOnce(&mut mixed::MixedHandler) -> T) -> T {
-        work(&mut lock(&self.host))
+        let mut host = self.host.lock().unwrap_or_else(PoisonError::into_inner);
+        work(&mut host)
     }
-}
-
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl fmt::Debug for Handler {
@@ -60,7 +56,7 @@ impl Mixed {
         }
     }
 
-    fn call(&self) -> MixedCall<'_> {
+    pub(crate) fn call(&self) -> MixedCall<'_> {
         MixedCall::from(self.op).mode(self.mode).counts(self.counts.as_deref())
     }
 
@@ -87,23 +83,12 @@ impl Mixed {
         matches!(self.op, MixedOp::AllGather | MixedOp::AllReduceAllGather)
     }
 
-    /// On a GPU.
-    ///
-    /// # Safety
-    /// As [`CudaMixedHandler::run`].
-    pub(crate) unsafe fn run_on(
-        &self,
-        peers: &CudaCollectives,
-        input: &TensorView<'_>,
-        output: &mut TensorViewMut<'_>,
-        stream: StreamRef<'_>,
-    ) -> Result<(), CollectiveError> {
-        let Some((_, gpu)) = &self.handler.gpu else {
+    /// Those of the layout on a GPU.
+    pub(crate) fn on_gpu(&self) -> Result<&session::MixedHandler, SessionError> {
+        self.handler.gpu.as_deref().ok_or_else(|| {
             let text = "the mixed handler was made for the host, and the tensors are on a GPU";
-            return Err(FabricError::invalid(text).into());
-        };
-        // SAFETY: passed on.
-        unsafe { lock(gpu).run(peers, self.call(), input, output, stream) }
+            FabricError::invalid(text).into()
+        })
     }
 
     /// On host memory, in one buffer.

@@ -4,7 +4,7 @@ pub(crate) mod mixed;
 
 use antiphon::{
     operation::{self, Extent, Root},
-    prelude::{CollectiveError, Collectives, Communicator, DType, FabricError},
+    prelude::{CollectiveError, Collectives, Communicator, FabricError},
     tensor::TensorError,
 };
 use pyo3::prelude::*;
@@ -83,11 +83,6 @@ impl Call {
     /// The GPU that its tensors are on.
     pub(crate) fn cuda_device(&self) -> Option<u32> {
         self.tensor().and_then(|tensor| tensor.device.cuda_ordinal())
-    }
-
-    /// The dtype of its tensors.
-    pub(crate) fn dtype(&self) -> Option<DType> {
-        self.tensor().map(|tensor| tensor.dtype)
     }
 
     /// Takes part in the collective.

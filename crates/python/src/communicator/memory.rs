@@ -1,6 +1,9 @@
 //! Symmetric memory of the ranks, on the host and on GPUs, and the kernels and failures of the GPUs.
 
-use antiphon::{collectives::cuda::CudaBuilder, prelude::CollectiveError};
+use antiphon::{
+    collectives::cuda::CudaBuilder,
+    device::cuda::{Context, Driver},
+};
 use pyo3::{exceptions::PyValueError, prelude::*};
 
 use super::{Communicator, prepare};
@@ -32,21 +35,23 @@ impl Communicator {
             let text = format!("prepare_cuda: staging_bytes is {bytes}, and must be at least {least}");
             return Err(PyValueError::new_err(text).into());
         }
-        let (queue, device) = (self.queue()?, device_or_current(py, device)?);
-        Ok(interrupt::detached(py, || self.gpus.prepare(&queue, device, &kernels, staging_bytes))?)
+        let (_queue, device) = (self.queue()?, device_or_current(py, device)?);
+        let prepare = || self.gpus.session().prepare(device, &kernels, staging_bytes);
+        Ok(interrupt::detached(py, prepare)?)
     }
 
     #[doc = stub!("Communicator.on_cuda_failure")]
     fn on_cuda_failure(&self, py: Python<'_>, action: &Bound<'_, PyAny>) -> Result<()> {
         self.queue()?;
-        self.gpus.on_failure(py, cuda::Action::new(action)?);
+        let action = cuda::action(action)?;
+        py.detach(|| self.gpus.session().on_failure(action));
         Ok(())
     }
 
     #[doc = stub!("Communicator.check")]
     fn check(&self, py: Python<'_>) -> Result<()> {
         self.queue()?;
-        py.detach(|| self.gpus.check())
+        Ok(py.detach(|| self.gpus.session().check())?)
     }
 
     #[doc = stub!("Communicator.create_cuda_buffer")]
@@ -59,8 +64,8 @@ impl Communicator {
     ) -> Result<CudaBuffer> {
         let (queue, device) = (self.queue()?, device_or_current(py, device)?);
         Ok(interrupt::detached(py, || {
-            let context = cuda::primary(device)?;
-            Ok::<_, CollectiveError>(CudaBuffer::new(&queue, &context, num_bytes.0)?)
+            let context = Context::primary(Driver::load()?.device(device)?)?;
+            CudaBuffer::new(&queue, &context, num_bytes.0)
         })?)
     }
 
@@ -74,16 +79,14 @@ impl Communicator {
     #[doc = stub!("Communicator.register_cuda")]
     fn register_cuda(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> Result<()> {
         let (queue, memory) = (self.queue()?, cuda::Registrable::new(memory)?);
-        if let cuda::Registrable::Buffer(buffer) = &memory {
-            buffer.get().check_owner(&queue)?;
-        }
-        Ok(interrupt::detached(py, || self.gpus.register(&queue, &memory))?)
+        memory.check_owner(&queue)?;
+        Ok(interrupt::detached(py, || memory.register(self.gpus.session()))?)
     }
 
     #[doc = stub!("Communicator.unregister_cuda")]
     fn unregister_cuda(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> Result<()> {
-        let (queue, memory) = (self.queue()?, cuda::Registrable::new(memory)?);
-        Ok(interrupt::detached(py, || self.gpus.unregister(&queue, &memory))?)
+        let (_queue, memory) = (self.queue()?, cuda::Registrable::new(memory)?);
+        Ok(interrupt::detached(py, || memory.unregister(self.gpus.session()))?)
     }
 
     #[doc = stub!("Communicator.create_shared_buffer")]

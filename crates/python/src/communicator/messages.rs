@@ -1,6 +1,6 @@
 //! Messages between two ranks: waited for, started, or in a stream of a GPU.
 
-use antiphon::fabric::Source;
+use antiphon::{fabric::Source, session::Order};
 use pyo3::{
     exceptions::{PyNotImplementedError, PyValueError},
     prelude::*,
@@ -9,7 +9,6 @@ use pyo3::{
 use super::{Communicator, refused, run::not_on_cuda};
 use crate::{
     arguments::{Count, Operands, Tag, overlap, same_device},
-    cuda::Order,
     error::Result,
     handle::Handle,
     interrupt,
@@ -86,12 +85,10 @@ impl Communicator {
         let (queue, tensor) = (self.queue()?, operand.tensor);
         if let Some(device) = tensor.device.cuda_ordinal() {
             untagged(tag, device)?;
-            let (stream, message) = (operand.stream.unwrap_or(0), Some((tensor, to.0)));
+            let (stream, message) = (operand.stream.unwrap_or(0), (tensor, to.0));
             let started = interrupt::detached(py, || {
                 // SAFETY: the operand was made to last as long as it lives, and what is started keeps it.
-                unsafe {
-                    self.gpus.start_message(&queue, device, stream, message, None, [Some(operand), None])
-                }
+                unsafe { self.gpus.start_send(device, stream, message, [Some(operand), None]) }
             })?;
             return Ok(Handle::on_cuda("send", started, None));
         }
@@ -122,12 +119,10 @@ impl Communicator {
         if let Some(device) = tensor.device.cuda_ordinal() {
             untagged(tag, device)?;
             let Some(source) = source else { return Err(not_on_cuda("start_recv from any rank", device)) };
-            let (stream, message) = (operand.stream.unwrap_or(0), Some((tensor, source.0)));
+            let (stream, message) = (operand.stream.unwrap_or(0), (tensor, source.0));
             let started = interrupt::detached(py, || {
                 // SAFETY: as in `start_send`.
-                unsafe {
-                    self.gpus.start_message(&queue, device, stream, None, message, [None, Some(operand)])
-                }
+                unsafe { self.gpus.start_recv(device, stream, message, [None, Some(operand)]) }
             })?;
             return Ok(Handle::on_cuda("recv", started, Some(out)));
         }
@@ -180,7 +175,7 @@ impl Communicator {
             untagged(tag, device)?;
             let stream = stream.or_else(|| operand.and_then(|operand| operand.stream)).unwrap_or(0);
             // SAFETY: as in `run`.
-            interrupt::detached(py, || unsafe { self.gpus.exchange(&queue, device, stream, read, write) })?;
+            interrupt::detached(py, || unsafe { self.gpus.exchange(device, stream, read, write) })?;
             let orders = [read.map(|_| Order::Sends), write.map(|_| Order::Receives)];
             let orders: Vec<Order> = orders.into_iter().flatten().collect();
             return Ok(self.gpus.keep_stream(py, stream, &orders)?);

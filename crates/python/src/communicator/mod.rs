@@ -10,15 +10,12 @@ mod plan;
 mod prepare;
 mod run;
 
-use std::{
-    sync::{Arc, PoisonError},
-    time::Duration,
-};
+use std::{sync::PoisonError, time::Duration};
 
 use antiphon::device::sync::Mutex;
 use antiphon::{
     collectives::cuda::CudaEngine,
-    fabric::{self, Builder, Nodes, Queue, rendezvous::Environment},
+    fabric::{self, Builder, Nodes, rendezvous::Environment},
     operation::Operation,
 };
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
@@ -45,8 +42,7 @@ pub(crate) struct Communicator {
     nodes: Nodes,
     timeout: Mutex<Duration>,
     process: Process,
-    /// Absent when closed. Calls hold a reference of their own.
-    queue: Mutex<Option<Arc<Queue>>>,
+    /// The queue of the calls, and what runs on GPUs. Calls hold a reference to the queue.
     gpus: Gpus,
 }
 
@@ -177,7 +173,7 @@ impl Communicator {
     #[doc = stub!("Communicator.closed")]
     #[getter]
     fn closed(&self) -> bool {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+        self.gpus.session().is_closed()
     }
 
     #[doc = stub!("Communicator.close")]
@@ -185,16 +181,12 @@ impl Communicator {
         if !self.process.is_current() {
             return Ok(()); // it was never this process's
         }
-        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let session = self.gpus.session();
         // Started operations complete, as their handles promise.
-        let finish = |queue: Arc<fabric::Queue>| {
-            queue.run(|_| Ok::<_, fabric::FabricError>(()))?;
-            queue.messenger().flush()
-        };
-        let finished = queue.map(|queue| interrupt::detached(py, || finish(queue)));
-        py.detach(|| self.gpus.close());
+        let finished = interrupt::detached(py, || session.finish());
+        py.detach(|| session.close());
         match finished {
-            Some(Err(error @ fabric::FabricError::Interrupted { .. })) => Err(error.into()),
+            Err(error @ fabric::FabricError::Interrupted { .. }) => Err(error.into()),
             _ => Ok(()),
         }
     }

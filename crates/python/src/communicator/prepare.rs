@@ -4,6 +4,7 @@ use antiphon::{
     collectives::all_reduce::{Algorithm, AllReduceOptions},
     operation::{InPlace, Operation, Root},
     prelude::{DType, FabricError, ReduceOp},
+    session::REDUCED,
     tensor::dlpack::ElementType,
 };
 use pyo3::{
@@ -17,7 +18,6 @@ use super::Communicator;
 use crate::{
     arguments::{Count, DTypeName, Given, Prepared, prepare, prepare_input, prepare_output},
     call::What,
-    cuda::REDUCED,
     error::Result,
     operand::{Usage, refuse_gradient},
 };

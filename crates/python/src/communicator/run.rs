@@ -1,12 +1,12 @@
 //! Running collectives: blocking or started on the host, or in a stream of a GPU.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use antiphon::device::sync::Mutex;
 use antiphon::{
-    collectives::cuda::CudaCollectives,
     fabric::{self, Queue},
     prelude::CollectiveError,
+    session::{Order, Session},
 };
 use pyo3::{
     exceptions::{PyNotImplementedError, PyRuntimeError},
@@ -18,13 +18,13 @@ use super::Communicator;
 use crate::{
     arguments::{Operands, Prepared},
     call::{Call, What},
-    cuda::{Gpus, Order},
+    cuda::Gpus,
     error::{Error, Result},
     fork::Process,
     handle::Handle,
     interrupt,
     operand::{Operand, Usage},
-    stream::{RawStream, stream_or_current},
+    stream::{RawStream, on, stream_or_current},
 };
 
 impl Communicator {
@@ -35,8 +35,7 @@ impl Communicator {
             nodes: comm.nodes(),
             timeout: Mutex::new(comm.timeout()),
             process: Process::current(),
-            queue: Mutex::new(Some(Arc::new(Queue::new(comm)))),
-            gpus: Gpus::default(),
+            gpus: Gpus::new(comm),
         }
     }
 
@@ -44,10 +43,10 @@ impl Communicator {
         &self.gpus
     }
 
+    /// The queue of the calls, which a call holds until it is over: it ends no earlier.
     pub(crate) fn queue(&self) -> PyResult<Arc<Queue>> {
         self.process.check(|| format!("communicator (rank {} of {})", self.rank, self.world_size))?;
-        let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        queue.clone().ok_or_else(|| {
+        self.gpus.session().queue().map_err(|_| {
             let text = format!("this communicator (rank {} of {}) is closed", self.rank, self.world_size);
             PyRuntimeError::new_err(text)
         })
@@ -63,14 +62,14 @@ impl Communicator {
         let queue = self.queue()?;
         let Prepared { call, result, operands } = prepared;
         if let Some(device) = call.cuda_device() {
-            if call.mixed.is_none() && !CudaCollectives::has_operation(call.what.operation) {
+            if call.mixed.is_none() && !Session::has_operation(call.what.operation) {
                 return Err(not_on_cuda(call.name(), device));
             }
             let current = || operands.iter().flatten().find_map(|operand| operand.stream);
             let stream = stream.or_else(current).unwrap_or(0);
             // SAFETY: libraries give memory back in the order of the stream that they work on, which this is; of another
             // one the caller answers for the order, as the stub says.
-            interrupt::detached(py, || unsafe { self.gpus.run(&queue, device, stream, &call) })?;
+            interrupt::detached(py, || unsafe { self.gpus.run(device, stream, &call) })?;
             self.gpus.keep_stream(py, stream, Order::of(call.operation()))?;
         } else if let Some(stream) = stream {
             let text = format!("{}: host memory has no stream {stream}", call.name());
@@ -112,13 +111,13 @@ impl Communicator {
             }
             return Ok(results);
         };
-        let queue = self.queue()?;
+        let _queue = self.queue()?;
         let current =
             || prepared.iter().flat_map(|one| one.operands.iter().flatten()).find_map(|one| one.stream);
         let stream = stream.or_else(current).unwrap_or(0);
         let calls: Vec<Call> = prepared.iter().map(|one| one.call.clone()).collect();
         // SAFETY: as in `run`.
-        interrupt::detached(py, || unsafe { self.gpus.run_list(&queue, device, stream, &calls) })?;
+        interrupt::detached(py, || unsafe { self.gpus.run_list(device, stream, &calls) })?;
         self.gpus.keep_stream(py, stream, Order::of(what.operation))?;
         for one in prepared {
             results.append(one.result)?;
@@ -127,9 +126,9 @@ impl Communicator {
     }
 
     pub(super) fn run_barrier(&self, py: Python<'_>, device: u32, stream: Option<RawStream>) -> Result<()> {
-        let (queue, stream) = (self.queue()?, stream_or_current(py, device, stream)?);
+        let (_queue, stream) = (self.queue()?, stream_or_current(py, device, stream)?);
         // SAFETY: the stream is the library's current one of the device, or the caller says that it is one of it.
-        interrupt::detached(py, || unsafe { self.gpus.barrier(&queue, device, stream) })?;
+        interrupt::detached(py, || self.gpus.session().barrier(unsafe { on(device, stream) }))?;
         Ok(self.gpus.keep_stream(py, stream, &[Order::Collectives])?)
     }
 
@@ -138,14 +137,14 @@ impl Communicator {
         let Prepared { call, result, operands } = prepared;
         let name = call.name();
         if let Some(device) = call.cuda_device() {
-            if call.mixed.is_none() && !CudaCollectives::has_operation(call.what.operation) {
+            if call.mixed.is_none() && !Session::has_operation(call.what.operation) {
                 return Err(not_on_cuda(name, device));
             }
-            let queue = self.queue()?;
+            let _queue = self.queue()?;
             let stream = operands.iter().flatten().find_map(|operand| operand.stream).unwrap_or(0);
             let started = interrupt::detached(py, || {
                 // SAFETY: the operands were made to last as long as they live, and what is started keeps them.
-                unsafe { self.gpus.start(&queue, device, stream, &call, operands) }
+                unsafe { self.gpus.start(device, stream, &call, operands) }
             })?;
             return Ok(Handle::on_cuda(name, started, result));
         }

@@ -2,20 +2,19 @@
 
 use std::sync::PoisonError;
 
-use antiphon::device::sync::Mutex;
+use antiphon::{device::sync::Mutex, session::Order};
 use pyo3::{intern, prelude::*};
 
-use super::Order;
 use crate::stream::{RawStream, imported};
 
 /// CuPy's stream of the last call of each order, which the next call on another stream waits for. CuPy destroys a stream with its
 /// last reference; torch never destroys one.
 #[derive(Default)]
-pub(super) struct LastStreams(Mutex<[Option<Py<PyAny>>; Order::COUNT]>);
+pub(crate) struct LastStreams(Mutex<[Option<Py<PyAny>>; Order::COUNT]>);
 
 impl LastStreams {
     /// Keeps the stream of a call that was made, if it is CuPy's current one, until the next call of the same order has been made.
-    pub(super) fn keep(&self, py: Python<'_>, stream: RawStream, orders: &[Order]) -> PyResult<()> {
+    pub(crate) fn keep(&self, py: Python<'_>, stream: RawStream, orders: &[Order]) -> PyResult<()> {
         let Some(cupy) = imported(py, "cupy")? else { return Ok(()) };
         let current = cupy.getattr(intern!(py, "cuda"))?.call_method0(intern!(py, "get_current_stream"))?;
         let is_current = current.getattr(intern!(py, "ptr"))?.extract::<RawStream>()? == stream;

@@ -2,12 +2,12 @@
 
 use antiphon::{
     device::cuda::DevicePointer,
-    fabric::{Communicator, Queue, RegisteredMemory},
+    fabric::{Queue, RegisteredMemory},
+    session::{Session, SessionError},
 };
-use antiphon_executor::cuda::CudaPlan;
 use pyo3::{exceptions::PyValueError, prelude::*};
 
-use super::{CudaBuffer, Gpu, Gpus, Outcome};
+use super::CudaBuffer;
 use crate::{
     error::Result,
     operand::{Operand, Tensor, Usage},
@@ -38,54 +38,40 @@ impl Registrable {
         }
     }
 
+    /// Refuses a buffer of another communicator.
+    pub(crate) fn check_owner(&self, queue: &std::sync::Arc<Queue>) -> Result<()> {
+        match self {
+            Self::Buffer(buffer) => buffer.get().check_owner(queue),
+            Self::Array(..) => Ok(()),
+        }
+    }
+
     fn device(&self) -> u32 {
         match self {
             Self::Buffer(buffer) => buffer.get().device(),
             Self::Array(_, device) => *device,
         }
     }
-}
 
-impl Gpus {
-    /// Registers memory with every rank; the ranks do it together.
-    pub(crate) fn register(&self, queue: &Queue, memory: &Registrable) -> Outcome {
-        self.together(queue, memory.device(), |comm, gpu| {
-            comm.check_one_node("register_cuda")?;
-            let peers = gpu.engine.nvlink("register_cuda")?;
-            let memory: RegisteredMemory = match memory {
-                Registrable::Buffer(buffer) => buffer.get().shared()?.into(),
-                Registrable::Array(tensor, _) => {
-                    let pointer = DevicePointer(tensor.data.addr() as u64);
-                    RegisteredMemory::new(comm, &gpu.context, pointer, tensor.bytes() as u64)?
-                }
-            };
-            CudaPlan::register(comm, memory.clone())?;
-            peers.register(memory)
+    /// Registers it with every rank; the ranks do it together.
+    pub(crate) fn register(&self, session: &Session) -> Result<(), SessionError> {
+        session.register(self.device(), |comm, context| match self {
+            Self::Buffer(buffer) => Ok(buffer.get().shared()?.into()),
+            Self::Array(tensor, _) => {
+                RegisteredMemory::new(comm, context, address(tensor), tensor.bytes() as u64)
+            }
         })
     }
 
     /// Takes it back.
-    pub(crate) fn unregister(&self, queue: &Queue, memory: &Registrable) -> Outcome {
-        self.together(queue, memory.device(), |comm, gpu| {
-            let peers = gpu.engine.nvlink("unregister_cuda")?;
-            let address = match memory {
-                Registrable::Buffer(buffer) => buffer.get().shared()?.pointer(peers.rank()),
-                Registrable::Array(tensor, _) => DevicePointer(tensor.data.addr() as u64),
-            };
-            CudaPlan::unregister(comm, &gpu.context, address)?;
-            peers.unregister(comm, address)
+    pub(crate) fn unregister(&self, session: &Session) -> Result<(), SessionError> {
+        session.unregister(self.device(), |rank| match self {
+            Self::Buffer(buffer) => Ok(buffer.get().shared()?.pointer(rank)),
+            Self::Array(tensor, _) => Ok(address(tensor)),
         })
     }
+}
 
-    /// Work that the ranks do together on a device that has been opened. The queue's turn comes before the lock, as where
-    /// devices are opened: a thread with the lock waits for no other thread of this process.
-    fn together(
-        &self,
-        queue: &Queue,
-        device: u32,
-        work: impl FnOnce(&Communicator, &mut Gpu) -> Outcome,
-    ) -> Outcome {
-        self.with(queue, device, None, |_| Ok(()))?;
-        queue.run(|comm| self.with_open(device, |gpu| work(comm, gpu)))
-    }
+fn address(tensor: &Tensor) -> DevicePointer {
+    DevicePointer(tensor.data.addr() as u64)
 }

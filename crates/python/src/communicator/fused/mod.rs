@@ -6,6 +6,7 @@ mod outputs;
 use antiphon::{
     collectives::fusion::{Accumulation, Quantization, RmsNorm, Role, Scale, Source},
     prelude::Collectives,
+    session::Order,
     tensor::quantize::TokenRule,
 };
 use pyo3::{
@@ -293,8 +294,8 @@ impl Communicator {
                 let current = || found.operands.iter().find_map(|operand| operand.stream);
                 let stream = stream.or_else(current).unwrap_or(0);
                 // SAFETY: as in `run`.
-                interrupt::detached(py, || unsafe { self.gpus.run_fused(&queue, device, stream, &fused) })?;
-                self.gpus.keep_stream(py, stream, &[crate::cuda::Order::Collectives])?;
+                interrupt::detached(py, || unsafe { self.gpus.run_fused(device, stream, &fused) })?;
+                self.gpus.keep_stream(py, stream, &[Order::Collectives])?;
             }
             (None, Some(stream)) => {
                 let text = format!("{call}: host memory has no stream {stream}");

@@ -1,11 +1,12 @@
 //! The class `PlanCollection`: plans from which each call takes one.
 
-use std::sync::PoisonError;
+use std::{sync::PoisonError, time::Duration};
 
 use antiphon::{
     device::sync::Mutex,
     operation::Operation,
     prelude::{DType, FabricError},
+    session::{self, SessionError},
 };
 use antiphon_executor::{AlgorithmCollection, ExecutorError, Options};
 use antiphon_plan::verify::Memory;
@@ -16,17 +17,17 @@ use pyo3::{
 
 use super::{
     super::{Communicator, prepare::reduce_op, refused},
-    HowLoaded, Source, no_stream,
+    HowLoaded, Source, no_stream, of_numbers,
 };
 use crate::{
     arguments::{Count, DTypeName, Given, Place},
     call::{Call, CallTensors, What},
-    cuda::{CollectionOnGpu, Said},
+    cuda::views,
     error::Result,
     fork::Process,
     interrupt,
     operand::Usage,
-    stream::{RawStream, device_or_current},
+    stream::{RawStream, device_or_current, on},
 };
 
 /// What a collection's calls can be.
@@ -42,11 +43,14 @@ pub(crate) struct PlanCollection {
     process: Process,
 }
 
+/// What a collection says of one of its plans, or of the built-in call: its name, its time in microseconds, and why it does not do it.
+type Said = (String, Option<f64>, Option<String>);
+
 /// Where a collection's plans are.
 enum Plans {
     /// Absent when closed. Locked in a turn of the queue only.
     Host(Mutex<Option<AlgorithmCollection>>),
-    Gpu(CollectionOnGpu),
+    Gpu(session::PlanCollection),
 }
 
 #[derive(Clone)]
@@ -71,7 +75,7 @@ impl PlanCollection {
     }
 
     /// The GPU, without which there is no `what`.
-    fn gpu(&self, what: &str) -> PyResult<&CollectionOnGpu> {
+    fn gpu(&self, what: &str) -> PyResult<&session::PlanCollection> {
         match &self.plans {
             Plans::Gpu(gpu) => Ok(gpu),
             Plans::Host(_) => Err(PyNotImplementedError::new_err(format!(
@@ -157,12 +161,12 @@ impl PlanCollection {
     #[pyo3(signature = (comm, *, device = None, allow_other_bits = false))]
     fn new(comm: Bound<'_, Communicator>, device: Option<Place>, allow_other_bits: bool) -> Result<Self> {
         let py = comm.py();
-        let (owner, queue) = (comm.get(), comm.get().queue()?);
+        let (owner, _queue) = (comm.get(), comm.get().queue()?);
         let plans = match device.unwrap_or(Place::Host) {
             Place::Host => Plans::Host(Mutex::new(Some(AlgorithmCollection::new()))),
             Place::Cuda(device) => {
                 let device = device_or_current(py, device)?;
-                let made = || owner.gpus().plan_collection(&queue, device, allow_other_bits);
+                let made = || owner.gpus().session().plan_collection(device, allow_other_bits);
                 Plans::Gpu(interrupt::detached(py, made)?)
             }
         };
@@ -201,7 +205,7 @@ impl PlanCollection {
                 (plan.name.clone().unwrap_or_default(), plan.collective.clone())
             });
             match &self.plans {
-                Plans::Gpu(gpu) => gpu.add(comm.gpus(), &queue, proved, &dtypes, options)?,
+                Plans::Gpu(gpu) => gpu.add(proved, &dtypes, options)?,
                 Plans::Host(plans) => queue.run(|comm| {
                     let plan = comm.agree("has no plan that can run", proved)?;
                     match &mut *plans.lock().unwrap_or_else(PoisonError::into_inner) {
@@ -212,7 +216,7 @@ impl PlanCollection {
                     }
                 })?,
             }
-            Ok::<_, ExecutorError>(named)
+            Ok::<_, SessionError>(named)
         });
         if let Some(error) = unread {
             return Err(PyErr::from(error).into());
@@ -227,8 +231,8 @@ impl PlanCollection {
     #[pyo3(signature = (op = None))]
     fn add_built_in(&self, py: Python<'_>, op: Given<'_, '_>) -> Result<()> {
         let (comm, gpu, op) = (self.comm()?, self.gpu("add_built_in")?, reduce_op(op)?);
-        let queue = comm.queue()?;
-        interrupt::detached(py, || gpu.add_built_in(comm.gpus(), &queue, op))?;
+        let _queue = comm.queue()?;
+        interrupt::detached(py, || gpu.add_built_in(op))?;
         self.note("built-in", None);
         Ok(())
     }
@@ -243,7 +247,7 @@ impl PlanCollection {
         collective: Option<&str>,
     ) -> Result<()> {
         let (comm, gpu, dtype) = (self.comm()?, self.gpu("tune")?, dtype_of(&dtype)?);
-        let (queue, range) = (comm.queue()?, sizes.0.0..=sizes.1.0);
+        let (_queue, range) = (comm.queue()?, sizes.0.0..=sizes.1.0);
         let collectives = match collective {
             Some(collective) => {
                 Self::operation(collective)?;
@@ -259,7 +263,7 @@ impl PlanCollection {
         };
         for collective in collectives {
             let range = range.clone();
-            interrupt::detached(py, || gpu.tune(comm.gpus(), &queue, (&collective, dtype), range))?;
+            interrupt::detached(py, || gpu.tune(&collective, dtype, range))?;
         }
         Ok(())
     }
@@ -268,9 +272,8 @@ impl PlanCollection {
     fn prepare(&self, py: Python<'_>, collective: &str, dtype: DTypeName, num_bytes: Count) -> Result<()> {
         let (comm, gpu, dtype) = (self.comm()?, self.gpu("prepare")?, dtype_of(&dtype)?);
         Self::operation(collective)?;
-        let queue = comm.queue()?;
-        let call = (collective, dtype, num_bytes.0);
-        Ok(interrupt::detached(py, || gpu.prepare(comm.gpus(), &queue, call))?)
+        let _queue = comm.queue()?;
+        Ok(interrupt::detached(py, || gpu.prepare(collective, dtype, num_bytes.0))?)
     }
 
     #[doc = stub!("PlanCollection.execute")]
@@ -284,7 +287,7 @@ impl PlanCollection {
         stream: Option<RawStream>,
     ) -> Result<Bound<'py, PyAny>> {
         let comm = self.comm()?;
-        let (queue, what) = (comm.queue()?, What::new(Self::operation(collective)?));
+        let (_queue, what) = (comm.queue()?, What::new(Self::operation(collective)?));
         let prepared = comm.prepare(what, Some(x), out, Usage::Call(stream))?;
         let call = prepared.call;
         if call.cuda_device() != self.device() {
@@ -303,11 +306,12 @@ impl PlanCollection {
             (Plans::Gpu(gpu), given) => {
                 let kept = prepared.operands[1].as_ref().and_then(|output| output.stream);
                 let stream = given.or(kept).unwrap_or(0);
-                let call = (collective, call);
                 // SAFETY: libraries give memory back in the order of the stream that they work on, which this is; of another
                 // one the caller answers for the order, as the stub says.
-                let done = || unsafe { gpu.execute(comm.gpus(), &queue, call, stream) };
-                let orders = interrupt::detached(py, done)?;
+                let orders = interrupt::detached(py, || unsafe {
+                    let tensors = views(call.tensors.map(of_numbers))?;
+                    gpu.execute(on(gpu.device(), stream), (collective, call.what.operation), tensors)
+                })?;
                 comm.gpus().keep_stream(py, stream, orders)?;
             }
         }
@@ -323,12 +327,13 @@ impl PlanCollection {
         num_bytes: Count,
         dtype: DTypeName,
     ) -> Result<Vec<Said>> {
-        let (comm, dtype) = (self.comm()?, dtype_of(&dtype)?);
+        let (_comm, dtype) = (self.comm()?, dtype_of(&dtype)?);
         let operation = Self::operation(collective)?;
         match &self.plans {
             Plans::Gpu(gpu) => {
-                let call = (collective, dtype, num_bytes.0);
-                Ok(interrupt::detached(py, || gpu.explain(comm.gpus(), call))?)
+                let said = interrupt::detached(py, || gpu.explain(collective, dtype, num_bytes.0))?;
+                let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
+                Ok(said.into_iter().map(|each| (each.name, each.time.map(micros), each.why_not)).collect())
             }
             Plans::Host(plans) => self.on_host(py, plans, |comm, plans| {
                 let part = num_bytes.0 / comm.world_size();
@@ -350,10 +355,10 @@ impl PlanCollection {
         }
         let Ok(queue) = self.comm.get().queue() else { return Ok(()) };
         Ok(interrupt::detached(py, || match &self.plans {
-            Plans::Gpu(gpu) => gpu.close(self.comm.get().gpus(), &queue),
+            Plans::Gpu(gpu) => gpu.close(),
             Plans::Host(plans) => queue.run(|comm| {
                 let plans = plans.lock().unwrap_or_else(PoisonError::into_inner).take();
-                plans.map_or(Ok(()), |plans| plans.free(comm))
+                Ok(plans.map_or(Ok(()), |plans| plans.free(comm))?)
             }),
         })?)
     }

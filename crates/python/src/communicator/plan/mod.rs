@@ -9,6 +9,7 @@ use antiphon::device::sync::Mutex;
 use antiphon::{
     fabric::{self, Queue},
     prelude::{DType, FabricError},
+    session::{self, Order, SessionError},
     tensor::Device,
 };
 use antiphon_executor::{
@@ -26,12 +27,12 @@ use self::source::Source;
 use super::{Communicator, refused};
 use crate::{
     arguments::{Count, DTypeName, Given, Place, overlap, same_device},
-    cuda::LoadedOnGpu,
+    cuda::LastStreams,
     error::{Error, Result},
     fork::Process,
     interrupt,
     operand::{Operand, Tensor, Usage, not_reduced, refuse_gradient},
-    stream::{RawStream, device_or_current},
+    stream::{RawStream, device_or_current, on},
 };
 
 #[doc = stub!("Plan")]
@@ -48,14 +49,14 @@ pub(crate) struct Plan {
 enum Loaded {
     /// Absent when closed. Locked in a turn of the queue only.
     Host(Box<Mutex<Option<LoadedPlan>>>),
-    Gpu(LoadedOnGpu),
+    Gpu(session::LoadedPlan, Arc<LastStreams>),
 }
 
 impl Loaded {
     fn device(&self) -> Device {
         match self {
             Self::Host(_) => Device::Host,
-            Self::Gpu(gpu) => Device::Cuda(gpu.device()),
+            Self::Gpu(gpu, _) => Device::Cuda(gpu.device()),
         }
     }
 }
@@ -136,13 +137,16 @@ impl Communicator {
             let plan = proved.as_ref().ok().map(|proved| proved.plan().clone());
             // A rank without a plan tells the others, which would wait for it.
             let loaded = match device {
-                Some(device) => Loaded::Gpu(self.gpus().load_plan(&queue, device, proved, options)?),
+                Some(device) => {
+                    let loaded = self.gpus().session().load_plan(device, proved, options)?;
+                    Loaded::Gpu(loaded, self.gpus().last_streams())
+                }
                 None => Loaded::Host(Box::new(Mutex::new(Some(queue.run(|comm| {
                     let plan = comm.agree("has no plan that can run", proved)?;
                     LoadedPlan::load(comm, &plan, Options { packets: options.packets })
                 })?)))),
             };
-            Ok::<_, ExecutorError>((loaded, plan))
+            Ok::<_, SessionError>((loaded, plan))
         });
         if let Some(error) = unread {
             return Err(PyErr::from(error).into());
@@ -268,6 +272,34 @@ unsafe fn execute(
     }
 }
 
+/// Puts an execution of a plan into a stream of its GPU, in place if there is no input.
+///
+/// # Safety
+/// As [`session::LoadedPlan::execute`]; the stream is one of the device.
+unsafe fn execute_on(
+    plan: &session::LoadedPlan,
+    input: Option<Tensor>,
+    output: Tensor,
+    registered: bool,
+    stream: RawStream,
+) -> std::result::Result<(), SessionError> {
+    let (input, output) = (input.map(of_numbers), of_numbers(output));
+    // SAFETY: the caller answers for the memory, which only the device touches, and for the stream.
+    unsafe {
+        let mut output = output.view_mut().map_err(refused)?;
+        let input = input.map(|input| input.view()).transpose().map_err(refused)?;
+        plan.execute(on(plan.device(), stream), input.as_ref(), &mut output, registered)
+    }
+}
+
+/// A tensor as one whose dtype the kernels know: as bytes, if it has no arithmetic.
+fn of_numbers(tensor: Tensor) -> Tensor {
+    match tensor.dtype.is_numeric() {
+        true => tensor,
+        false => Tensor { count: tensor.bytes(), dtype: DType::U8, ..tensor },
+    }
+}
+
 #[pymethods]
 impl Plan {
     #[getter]
@@ -289,8 +321,8 @@ impl Plan {
 
     #[doc = stub!("Plan.prepare")]
     fn prepare(&self, py: Python<'_>, dtype: DTypeName, num_bytes: Count) -> Result<()> {
-        let (queue, element) = (self.queue()?, dtype.element()?);
-        let Loaded::Gpu(gpu) = &self.loaded else {
+        let (_queue, element) = (self.queue()?, dtype.element()?);
+        let Loaded::Gpu(gpu, _) = &self.loaded else {
             let text = format!(
                 "prepare: plan {:?} is on the host, where the first call of a size prepares it",
                 self.title()
@@ -302,7 +334,7 @@ impl Plan {
             return Err(not_reduced(&element));
         }
         let dtype = dtype.unwrap_or(DType::U8); // as `of_numbers` passes it
-        Ok(interrupt::detached(py, || gpu.prepare(&queue, dtype, num_bytes.0))?)
+        Ok(interrupt::detached(py, || gpu.prepare(dtype, num_bytes.0))?)
     }
 
     #[doc = stub!("Plan.execute")]
@@ -329,14 +361,12 @@ impl Plan {
                     unsafe { execute(plan, comm, input, output) }
                 })
             })?,
-            (Loaded::Gpu(gpu), given) => {
+            (Loaded::Gpu(gpu, last_streams), given) => {
                 let stream = given.or(operands.output.stream).unwrap_or(0);
                 // SAFETY: libraries give memory back in the order of the stream that they work on, which this is; of another
                 // one the caller answers for the order, as the stub says.
-                interrupt::detached(py, || unsafe {
-                    gpu.execute(&queue, input, output, registered, stream)
-                })?;
-                gpu.keep_stream(py, stream)?;
+                interrupt::detached(py, || unsafe { execute_on(gpu, input, output, registered, stream) })?;
+                last_streams.keep(py, stream, &[Order::Plans])?;
             }
         }
         drop(operands);
@@ -350,10 +380,10 @@ impl Plan {
         }
         let Some(queue) = self.owner.upgrade() else { return Ok(()) };
         Ok(interrupt::detached(py, || match &self.loaded {
-            Loaded::Gpu(gpu) => gpu.close(&queue),
+            Loaded::Gpu(gpu, _) => gpu.close(),
             Loaded::Host(loaded) => queue.run(|comm| {
                 let loaded = loaded.lock().unwrap_or_else(PoisonError::into_inner).take();
-                loaded.map_or(Ok(()), |plan| plan.free(comm))
+                Ok(loaded.map_or(Ok(()), |plan| plan.free(comm))?)
             }),
         })?)
     }

@@ -1,0 +1,287 @@
+//! Mixtures of experts on the GPUs of a session.
+
+use std::{fmt, sync::Arc};
+
+use antiphon_collectives::cuda::OnFailure;
+use antiphon_device::{
+    cuda::{Context, Event, StreamRef},
+    sync::Mutex,
+};
+use antiphon_moe::{
+    Combine, Dispatch, HybridCombine, HybridDispatch, HybridRouting, MoeConfig, MoeError, Routing,
+    cuda::{CudaHandle, CudaMoe, HandleMemory},
+    hybrid::cuda::CudaHybridHandle,
+};
+use antiphon_tensor::{TensorView, TensorViewMut};
+
+use crate::{
+    GpuStream, Result, Session,
+    parts::{Part, Parts, lock},
+};
+
+/// Mixtures of experts on the GPUs of a session; see [`CudaMoe`], whose calls these are. A call on a GPU that is not open opens it, so
+/// the first one is made by all ranks together. Threads share it.
+pub struct Moe {
+    gpus: Arc<Parts<Gpu>>,
+    config: MoeConfig,
+    num_sms: Mutex<u32>,
+}
+
+impl fmt::Debug for Moe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Moe").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+/// A GPU that calls are made on.
+struct Gpu {
+    moe: CudaMoe,
+    /// Orders a call on a stream beside the caller's.
+    order: Event,
+}
+
+impl Part for Gpu {
+    fn ordinal(&self) -> u32 {
+        Part::ordinal(&self.moe)
+    }
+
+    fn on_failure(&self, action: OnFailure) {
+        self.moe.on_failure(action);
+    }
+
+    fn check(&self) -> Result {
+        Ok(self.moe.check()?)
+    }
+}
+
+impl Part for CudaMoe {
+    fn ordinal(&self) -> u32 {
+        self.context().device().ordinal()
+    }
+
+    fn on_failure(&self, action: OnFailure) {
+        CudaMoe::on_failure(self, action);
+    }
+
+    fn check(&self) -> Result {
+        Ok(CudaMoe::check(self)?)
+    }
+}
+
+/// The stream that a call of [`Moe`] is put into, or one [beside](Self::beside) it.
+#[derive(Debug, Clone, Copy)]
+pub struct MoeStream<'a> {
+    current: GpuStream<'a>,
+    /// Another one, and whether the current one waits for the call.
+    side: Option<(GpuStream<'a>, bool)>,
+}
+
+impl<'a> MoeStream<'a> {
+    /// The call goes into the stream `side` instead, behind the work that the current one has now; where it `joins`, the current one
+    /// waits for its end.
+    #[must_use]
+    pub fn beside(self, side: impl Into<GpuStream<'a>>, joins: bool) -> Self {
+        Self { side: Some((side.into(), joins)), ..self }
+    }
+}
+
+impl<'a, S: Into<GpuStream<'a>>> From<S> for MoeStream<'a> {
+    fn from(stream: S) -> Self {
+        Self { current: stream.into(), side: None }
+    }
+}
+
+impl Session {
+    /// Mixtures of experts, with instances of this configuration on each GPU that is used. None is opened yet.
+    pub fn moe(&self, config: MoeConfig) -> Moe {
+        Moe { gpus: Parts::new(&self.shared), config, num_sms: Mutex::new(config.num_sms) }
+    }
+}
+
+impl Moe {
+    /// How many multiprocessors a call uses, at most.
+    pub fn num_sms(&self) -> u32 {
+        *lock(&self.num_sms)
+    }
+
+    /// Sets it for later calls, which refuse a number that the GPU has not.
+    pub fn set_num_sms(&self, num_sms: u32) {
+        *lock(&self.num_sms) = num_sms;
+    }
+
+    /// Returns the failure that kernels of these calls have reported, if any.
+    ///
+    /// # Errors
+    /// What the kernels reported.
+    pub fn check(&self) -> Result {
+        self.gpus.check()
+    }
+
+    /// Leaves the peers, once the kernels under way are over.
+    pub fn close(&self) {
+        self.gpus.close();
+    }
+
+    /// Puts a call into a stream, or into one beside it.
+    fn run<T>(
+        &self,
+        MoeStream { current, side }: MoeStream<'_>,
+        call: impl FnOnce(&CudaMoe, StreamRef<'_>) -> Result<T, MoeError>,
+    ) -> Result<T> {
+        let num_sms = self.num_sms();
+        let make = |comm: &_, context: &Context| {
+            Ok(Gpu { moe: CudaMoe::new(comm, context, self.config)?, order: Event::new(context)? })
+        };
+        let work = |Gpu { moe, order }: &mut Gpu| {
+            moe.set_num_sms(num_sms)?;
+            let current = current.on(moe.context());
+            let Some((side, joins)) = side else { return Ok(call(moe, current)?) };
+            let side = side.on(moe.context());
+            order.record(current)?;
+            side.wait(order)?;
+            let result = call(moe, side)?;
+            if joins {
+                order.record(side)?;
+                current.wait(order)?;
+            }
+            Ok(result)
+        };
+        self.gpus.with((current.device(), Some(current)), "MoE call", make, work)
+    }
+
+    /// As [`CudaMoe::layout`].
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn layout<'s>(
+        &self,
+        stream: impl Into<MoeStream<'s>>,
+        ids: &TensorView<'_>,
+        outputs: [&mut TensorViewMut<'_>; 3],
+    ) -> Result {
+        // SAFETY: passed on.
+        self.run(stream.into(), |moe, stream| unsafe { moe.layout(ids, outputs, stream) })
+    }
+
+    /// As [`CudaMoe::notify`].
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn notify<'s>(
+        &self,
+        stream: impl Into<MoeStream<'s>>,
+        routing: &Routing<'_>,
+        memory: HandleMemory<'_>,
+    ) -> Result<CudaHandle> {
+        // SAFETY: passed on.
+        self.run(stream.into(), |moe, stream| unsafe { moe.notify(routing, memory, stream) })
+    }
+
+    /// As [`CudaMoe::handle_of`].
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn handle_of<'s>(
+        &self,
+        stream: impl Into<MoeStream<'s>>,
+        memory: (&TensorView<'_>, &TensorView<'_>),
+        sizes: [usize; 3],
+    ) -> Result<CudaHandle> {
+        // SAFETY: passed on.
+        self.run(stream.into(), |moe, _| unsafe { moe.handle_of(memory, sizes) })
+    }
+
+    /// As [`CudaMoe::dispatch`].
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn dispatch<'s>(
+        &self,
+        stream: impl Into<MoeStream<'s>>,
+        handle: &CudaHandle,
+        call: Dispatch<'_>,
+    ) -> Result {
+        // SAFETY: passed on.
+        self.run(stream.into(), |moe, stream| unsafe { moe.dispatch(handle, call, stream) })
+    }
+
+    /// As [`CudaMoe::combine`].
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn combine<'s>(
+        &self,
+        stream: impl Into<MoeStream<'s>>,
+        handle: &CudaHandle,
+        call: Combine<'_>,
+    ) -> Result {
+        // SAFETY: passed on.
+        self.run(stream.into(), |moe, stream| unsafe { moe.combine(handle, call, stream) })
+    }
+
+    /// As [`CudaMoe::hybrid_notify`].
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn hybrid_notify<'s>(
+        &self,
+        stream: impl Into<MoeStream<'s>>,
+        routing: &HybridRouting<'_>,
+        memory: HandleMemory<'_>,
+    ) -> Result<CudaHybridHandle> {
+        // SAFETY: passed on.
+        self.run(stream.into(), |moe, stream| unsafe { moe.hybrid_notify(routing, memory, stream) })
+    }
+
+    /// As [`CudaMoe::hybrid_dispatch`].
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn hybrid_dispatch<'s>(
+        &self,
+        stream: impl Into<MoeStream<'s>>,
+        handle: &CudaHybridHandle,
+        call: HybridDispatch<'_>,
+    ) -> Result {
+        // SAFETY: passed on.
+        self.run(stream.into(), |moe, stream| unsafe { moe.hybrid_dispatch(handle, call, stream) })
+    }
+
+    /// As [`CudaMoe::hybrid_combine`].
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Safety
+    /// As there.
+    pub unsafe fn hybrid_combine<'s>(
+        &self,
+        stream: impl Into<MoeStream<'s>>,
+        handle: &CudaHybridHandle,
+        call: HybridCombine<'_>,
+    ) -> Result {
+        // SAFETY: passed on.
+        self.run(stream.into(), |moe, stream| unsafe { moe.hybrid_combine(handle, call, stream) })
+    }
+}

@@ -1,0 +1,139 @@
+//! Calls of experts: on a stream beside the current one, and the low-latency form in one step and in two.
+
+use antiphon_moe::{
+    CombineFormat, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyReceived,
+};
+
+use super::*;
+
+const EXPERTS: usize = 4;
+const HIDDEN: usize = 128;
+const MOST: LowLatency = LowLatency { max_tokens: 4, hidden: HIDDEN, num_experts: EXPERTS, top_k: 1 };
+/// One in bf16.
+const ONE: [u8; 2] = [0x80, 0x3f];
+
+impl Rank {
+    fn bytes(&self, content: &[u8]) -> Outcome<Numbers> {
+        let memory = DeviceMemory::allocate(&self.context, content.len())?;
+        memory.write(&self.stream, 0, content)?;
+        Ok(Numbers { memory, device: Device::Cuda(self.device()) })
+    }
+
+    fn words(&self, memory: &Numbers, count: usize) -> Outcome<Vec<i32>> {
+        let mut bytes = vec![0; 4 * count];
+        memory.memory.read(&self.stream, 0, &mut bytes)?;
+        self.session.check()?;
+        Ok(bytes.chunks_exact(4).map(|word| i32::from_ne_bytes([0, 1, 2, 3].map(|at| word[at]))).collect())
+    }
+}
+
+#[test]
+fn a_call_beside_the_stream_is_joined_by_it() {
+    on_gpus(patience(), |rank| {
+        let moe = rank.session.moe(SMALL);
+        let side = rank.context.stream()?;
+        let ids = rank.bytes(&[0i32, 1, 2, 3].map(i32::to_ne_bytes).concat())?;
+        let [per_rank, per_expert, in_rank] = [rank.numbers()?, rank.numbers()?, rank.numbers()?];
+        for joins in [true, false] {
+            let mut outputs = [
+                view_mut(&per_rank, DType::I32, &[2]),
+                view_mut(&per_expert, DType::I32, &[EXPERTS]),
+                view_mut(&in_rank, DType::U8, &[EXPERTS, 2]),
+            ];
+            let [first, second, third] = &mut outputs;
+            let stream = MoeStream::from(&rank.stream).beside(&side, joins);
+            let ids = view(&ids, DType::I32, &[EXPERTS, 1]);
+            // SAFETY: the memory lives until the streams have finished.
+            unsafe { moe.layout(stream, &ids, [first, second, third]) }?;
+            if !joins {
+                side.borrow().synchronize()?;
+            }
+            assert_eq!(
+                [rank.words(&per_rank, 2)?, rank.words(&per_expert, EXPERTS)?],
+                [vec![2; 2], vec![1; 4]]
+            );
+        }
+        moe.set_num_sms(0);
+        let ids = view(&ids, DType::I32, &[EXPERTS, 1]);
+        let mut outputs = [(); 3].map(|()| view_mut(&in_rank, DType::U8, &[EXPERTS, 2]));
+        let [first, second, third] = &mut outputs;
+        // SAFETY: nothing is launched.
+        let refused = unsafe { moe.layout(&rank.stream, &ids, [first, second, third]) };
+        assert!(refused.is_err_and(|error| error.to_string().contains("num_sms")));
+        moe.check()?;
+        end(&rank)
+    });
+}
+
+#[test]
+fn low_latency_calls_go_out_and_come_back() {
+    on_gpus(patience(), |rank| {
+        let low_latency = rank.session.low_latency(&rank.stream, MOST)?;
+        let slots = 2 * MOST.max_tokens;
+        // The token goes to the other rank: from rank 0 to expert 2, from rank 1 to expert 1.
+        let (x, ids) = (rank.bytes(&ONE.repeat(HIDDEN))?, rank.bytes(&(2 - rank.rank as i32).to_ne_bytes())?);
+        let expected = if rank.rank == 0 { [0, 1] } else { [1, 0] };
+        let rows = rank.bytes(&ONE.repeat(2 * slots * HIDDEN))?;
+        let (counts, sources) = (rank.numbers()?, rank.bytes(&vec![0; 8 * slots])?);
+        let (ranges, weights, output) = (rank.numbers()?, rank.numbers()?, rank.bytes(&vec![0; 2 * HIDDEN])?);
+        let dispatch = || LowLatencyDispatch {
+            max_tokens: MOST.max_tokens,
+            num_experts: EXPERTS,
+            format: LowLatencyFormat::Bf16,
+            x: view(&x, DType::BF16, &[1, HIDDEN]),
+            ids: view(&ids, DType::I32, &[1, 1]),
+            received: LowLatencyReceived {
+                x: view_mut(&rows, DType::BF16, &[2, slots, HIDDEN]),
+                scales: None,
+                counts: view_mut(&counts, DType::I32, &[2]),
+                source_tokens: view_mut(&sources, DType::I32, &[2, slots]),
+                layout_range: view_mut(&ranges, DType::I64, &[2, 2]),
+                statistics: None,
+                waits: None,
+            },
+        };
+        let combine = || LowLatencyCombine {
+            format: CombineFormat::Bf16,
+            rows: view(&rows, DType::BF16, &[2, slots, HIDDEN]),
+            ids: view(&ids, DType::I32, &[1, 1]),
+            weights: view(&weights, DType::F32, &[1, 1]),
+            output: view_mut(&output, DType::BF16, &[1, HIDDEN]),
+            waits: None,
+        };
+        let stream = &rank.stream;
+        for halves in [false, true] {
+            // SAFETY: the memory lives until the stream has finished.
+            let handle = unsafe {
+                if halves {
+                    let (handle, half) = low_latency.send_dispatch(stream, &dispatch())?;
+                    low_latency.receive(stream, &half)?;
+                    handle
+                } else {
+                    low_latency.dispatch(stream, &dispatch())?
+                }
+            };
+            assert_eq!((handle.num_tokens(), rank.words(&counts, 2)?), (1, expected.to_vec()));
+            // SAFETY: as above.
+            unsafe {
+                if halves {
+                    let half = low_latency.send_combine(stream, &handle, &combine())?;
+                    low_latency.receive(stream, &half)?;
+                } else {
+                    low_latency.combine(stream, &handle, &combine())?;
+                }
+            }
+            let mut sums = vec![0; 2 * HIDDEN];
+            output.memory.read(stream, 0, &mut sums)?;
+            // The weight is the number of the rank plus one.
+            let sum: [u8; 2] = if rank.rank == 0 { ONE } else { [0x00, 0x40] };
+            assert_eq!(sums, sum.repeat(HIDDEN));
+        }
+        low_latency.check()?;
+        end(&rank)?;
+        low_latency.close();
+        // SAFETY: nothing is launched.
+        let refused = unsafe { low_latency.dispatch(stream, &dispatch()) };
+        assert!(matches!(refused, Err(SessionError::LowLatencyClosed)), "{refused:?}");
+        end(&rank)
+    });
+}
