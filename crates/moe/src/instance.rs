@@ -147,7 +147,7 @@ impl Moe {
         routes: &SlotRoutes,
         call: SlotCombine<'_>,
     ) -> Result<()> {
-        self.belongs_to(comm, "combine_from_slots")?;
+        self.owns(comm, &routes.owner, "combine_from_slots")?;
         slots::combine(self, comm, routes, call)
     }
 

@@ -44,15 +44,16 @@
 //!
 //! A form is named after what arrives at a rank:
 //!
-//! | form | what arrives | calls | in DeepEP |
-//! | --- | --- | --- | --- |
-//! | [by token](by_token) | a row for each token that chose some of the rank's experts | [`Moe::notify`], [`Moe::dispatch`], [`Moe::combine`] | normal mode |
-//! | [by expert](by_expert) | a row for each token and expert, ordered by expert and padded, as grouped products take them | [`Moe::notify_by_expert`], [`Moe::dispatch_by_expert`], [`Moe::combine_by_expert`] | `HybridEPBuffer` |
-//! | [slots](mod@slots) | few tokens, for decoding: each expert has a fixed number of slots, which its tokens fill, so that no rank waits for counts | [`Moe::dispatch_to_slots`], [`Moe::combine_from_slots`] | low-latency mode |
+//! * [By token](by_token): one row for each token that chose some of the rank's experts, as in the steps above. DeepEP calls it the
+//!   normal mode.
+//! * [By expert](by_expert): one row for each token and expert, ordered by expert and padded, as grouped matrix products take them:
+//!   [`Moe::notify_by_expert`], [`Moe::dispatch_by_expert`], [`Moe::combine_by_expert`]. DeepEP has it as `HybridEPBuffer`. With
+//!   [`ByExpertOrder::Tokens`] a rank gets rows by token instead.
+//! * [Slots](mod@slots), for decoding: few tokens, which fill a fixed number of slots of each expert, so that no rank waits for
+//!   counts: [`Moe::dispatch_to_slots`], [`Moe::combine_from_slots`]. DeepEP calls it the low-latency mode.
 //!
 //! Every dispatch has *routes*, which say which rank gets which rows from which. A combine takes those of its dispatch:
-//! [`ByTokenRoutes`], [`ByExpertRoutes`] or [`SlotRoutes`]. By token and by expert, further dispatches may go along them, too.
-//! The call by expert also serves rows by token, by a routing map ([`ByExpertOrder::Tokens`]).
+//! [`ByTokenRoutes`], [`ByExpertRoutes`] or [`SlotRoutes`]. Further dispatches by token and by expert may go along them, too.
 //!
 //! ## Orders and bits
 //!

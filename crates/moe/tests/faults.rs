@@ -286,7 +286,7 @@ fn late_ranks_are_waited_for_until_the_deadline() {
 }
 
 #[test]
-fn by_expert_handles_of_different_calls_are_a_mismatch() {
+fn by_expert_routes_of_different_calls_are_a_mismatch() {
     let outcomes = LocalWorld::run_with(2, Duration::from_secs(5), |comm| {
         let mut rank = Rank::new(&comm, 3)?;
         let routes = [rank.notify_by_expert()?, rank.notify_by_expert()?];
@@ -303,7 +303,7 @@ fn by_expert_handles_of_different_calls_are_a_mismatch() {
 
 /// Ranks that use routes of different calls hear of it before a row is read.
 #[test]
-fn handles_of_different_calls_are_a_mismatch() {
+fn routes_of_different_calls_are_a_mismatch() {
     let outcomes = LocalWorld::run_with(2, Duration::from_secs(5), |comm| {
         let mut rank = Rank::new(&comm, 3)?;
         let routes = [rank.notify()?, rank.notify()?];

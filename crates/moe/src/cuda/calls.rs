@@ -317,8 +317,8 @@ impl CudaMoe {
 
     /// Draws the number of new routes.
     pub(crate) fn next_routes(&self) -> u32 {
-        self.routes.set(self.routes.get().wrapping_add(1).max(1));
-        self.routes.get()
+        self.last_routes.set(self.last_routes.get().wrapping_add(1).max(1));
+        self.last_routes.get()
     }
 
     pub(crate) fn owns(&self, owner: &Arc<()>, call: &'static str) -> Result<()> {

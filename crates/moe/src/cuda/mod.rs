@@ -49,7 +49,8 @@ pub struct CudaMoe {
     region_bytes: usize,
     num_sms: Cell<u32>,
     pub(crate) token: Arc<()>,
-    routes: Cell<u32>,
+    /// The number of the routes that were made last.
+    last_routes: Cell<u32>,
     /// The counts of Notify, in host memory.
     result: UntilIdle<PinnedMemory>,
     /// The number of the last call that waits for counts, which its kernel writes before them.
@@ -93,7 +94,7 @@ impl CudaMoe {
             region_bytes: config.region_bytes,
             num_sms: Cell::new(config.num_sms),
             token: Arc::new(()),
-            routes: Cell::new(0),
+            last_routes: Cell::new(0),
             result,
             waited: Cell::new(0),
             arrived,

@@ -37,7 +37,8 @@ const SMALL: u32 = 32;
 pub struct CudaSlots {
     tenant: Tenant,
     token: Arc<Token>,
-    routes: Cell<u32>,
+    /// The number of the routes that were made last.
+    last_routes: Cell<u32>,
     pool: Arc<Pool>,
     /// Counts the calls that have sent.
     halves: Cell<u64>,
@@ -169,9 +170,9 @@ impl CudaSlots {
             tenant.load_together(comm, Dispatching::new(Phases::Both, format, world_size, marks))?;
         }
         tenant.load_together(comm, Combining { phases: Phases::Both, format: CombineFormat::Bf16 })?;
-        let (routes, halves, unreceived) = (Cell::new(0), Cell::new(0), Cell::new(None));
+        let (last_routes, halves, unreceived) = (Cell::new(0), Cell::new(0), Cell::new(None));
         let token = Arc::new(Token { dropped: AtomicU64::new(0) });
-        Ok(Self { tenant, token, routes, pool: Pool::new(context), halves, unreceived })
+        Ok(Self { tenant, token, last_routes, pool: Pool::new(context), halves, unreceived })
     }
 
     /// The context of this rank's GPU.
@@ -216,7 +217,7 @@ impl CudaSlots {
         self.receive_dropped(stream)?;
         // SAFETY: the routes' memory and the tensors are as the kernel takes them; the caller answers for how long.
         unsafe { self.launch(family, &signature, arguments, stream) }?;
-        routes.number = next(&self.routes);
+        routes.number = next(&self.last_routes);
         Ok(routes)
     }
 
@@ -239,7 +240,7 @@ impl CudaSlots {
         let (family, signature) = self.dispatching(call, &routes.sizes)?;
         // SAFETY: as in `dispatch`.
         let half = unsafe { self.send(Half::Dispatch(family), signature, arguments, stream) }?;
-        routes.number = next(&self.routes);
+        routes.number = next(&self.last_routes);
         Ok((routes, half))
     }
 

@@ -158,7 +158,7 @@ impl Case {
         let run = Run { case: self, comm, ranks: self.ranks() };
         let received = reference::dispatch(&run.ranks, self.num_experts, self.top_k);
         let routes = run.notify(moe);
-        run.compare_handle(&routes, &received);
+        run.compare_routes(&routes, &received);
         run.dispatch(moe, &routes, &received, true);
         run.combine(moe, &routes, &received);
         run.dispatch(moe, &routes, &received, false); // cached
@@ -230,7 +230,7 @@ impl Run<'_> {
         moe.notify(self.comm, &Routing { capacity, ..Routing::of(&layout, case.format()) })
     }
 
-    fn compare_handle(&self, routes: &ByTokenRoutes, received: &[Vec<Row<u8>>]) {
+    fn compare_routes(&self, routes: &ByTokenRoutes, received: &[Vec<Row<u8>>]) {
         let (rank, world_size) = (self.comm.rank(), self.comm.world_size());
         assert_eq!(routes.num_received(), received[rank].len());
         let unbounded: Vec<Rank<u8>> =

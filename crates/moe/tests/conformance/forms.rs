@@ -121,7 +121,7 @@ pub fn many_tokens(comm: &Communicator) {
     run.combine(&mut moe, &routes, &received);
 }
 
-pub fn two_handles_at_once(comm: &Communicator) {
+pub fn routes_of_two_calls_at_once(comm: &Communicator) {
     let world = comm.world_size();
     let mut moe = moe(comm);
     let cases = [1, 2].map(|seed| Case {

@@ -63,11 +63,11 @@ behaviours! {
     forms::capacities: [world_1 world_2 world_3], processes [world_2];
     forms::as_many_experts_as_ranks: [world_2 world_4 world_8], processes [];
     forms::many_tokens: [world_2], processes [world_2];
-    forms::two_handles_at_once: [world_2 world_3], processes [world_3];
+    forms::routes_of_two_calls_at_once: [world_2 world_3], processes [world_3];
     forms::beside_other_operations: [world_3], processes [];
     forms::dispatch_and_combine_are_adjoint: [world_1 world_3], processes [];
     refusals::arguments_are_refused_with_their_numbers: [world_1 world_2], processes [];
-    refusals::handles_of_others_are_refused: [world_2], processes [];
+    refusals::routes_of_others_are_refused: [world_2], processes [];
     refusals::limits_are_named: [world_2], processes [];
     disagreement::ranks_that_differ_hear_of_it: [world_2 world_3], processes [world_2];
     slots::slots_and_sums: [world_1 world_2 world_4], processes [world_2];

@@ -93,7 +93,7 @@ pub fn arguments_are_refused_with_their_numbers(comm: &Communicator) {
     combine(&mut moe, &received, &mut sums).unwrap();
 }
 
-pub fn handles_of_others_are_refused(comm: &Communicator) {
+pub fn routes_of_others_are_refused(comm: &Communicator) {
     let case = Case::new(comm.world_size(), 4, 2);
     let mut both = [(); 2].map(|()| Moe::new(comm, MoeConfig::default()).unwrap());
     let routes = case.check(comm, &mut both[0]);
