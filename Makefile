@@ -41,8 +41,8 @@ EMULATOR = $(abspath $(or $(CARGO_TARGET_DIR),target))/emulator
 PROFILE ?=
 EMULATED = ANTIPHON_EMULATOR_GPUS=8 LD_LIBRARY_PATH=$(EMULATOR) ANTIPHON_NVRTC=$(EMULATOR) ANTIPHON_CACHE_DIR=$(EMULATOR)/cache
 TESTS = --workspace --all-features --test cuda --test cuda_warm -- --test-threads 1 reductions on_1_gpus as_defined_on_2 beside_on_2 \
-	order:: orders:: opened:: closed:: handed_out:: experts:: room:: late_block as_a_whole fuse_different failures:: refused:: wrapped_rings hybrid_scales many_experts many_tokens region_of_two \
-	rows_and_sums_have_the_hosts_bits_on_2 all_reduces_have_the_hosts_bits_on_2 every_operation_has_the_hosts_bits replay_between_eager_calls_on_2 of_each_kind_are_right_on_2 free_behind_a_call_on_2 different_places captured_in_one_go parts_on_1_gpus takes_nothing --skip hybrid_rows_and_sums_have_the_hosts_bits_on_2 --skip have_room_on_8 --skip without_memory_on_8
+	order:: orders:: opened:: closed:: handed_out:: experts:: room:: late_block as_a_whole fuse_different failures:: refused:: wrapped_rings by_expert_scales many_experts many_tokens region_of_two \
+	rows_and_sums_have_the_hosts_bits_on_2 all_reduces_have_the_hosts_bits_on_2 every_operation_has_the_hosts_bits replay_between_eager_calls_on_2 of_each_kind_are_right_on_2 free_behind_a_call_on_2 different_places captured_in_one_go parts_on_1_gpus takes_nothing --skip by_expert_rows_and_sums_have_the_hosts_bits_on_2 --skip have_room_on_8 --skip without_memory_on_8
 NO_EMULATOR = $(if $(filter-out x86_64,$(shell uname -m)),an x86-64 processor)$(if $(shell command -v g++),, g++)
 
 ifeq ($(strip $(NO_EMULATOR)),)

@@ -34,7 +34,7 @@ FLUSHED = 256 << 20  # bytes, more than the L2 cache has
 WARM, ROUNDS = 3, 20
 CALLS = 5  # in a graph
 CHUNKS = (4, 8, 16, 24, 32)
-MOST_TOKENS = 128  # of a low-latency call
+MOST_TOKENS = 128  # of a call to slots, DeepEP's low-latency mode
 
 Call = Callable[[], object]
 #: The calls of a contender by what they do.
@@ -132,8 +132,8 @@ class Buffer:
     def __init__(self, world: World, package: Any, buffer: Any, low_latency: Any) -> None:
         self.world, self.package, self.buffer, self.low_latency = world, package, buffer, low_latency
 
-    def normal(self, sms: int, x: Tensor, fp8: tuple[Tensor, Tensor], ids: Tensor, weights: Tensor) -> Calls:
-        """The calls of the normal form."""
+    def by_token(self, sms: int, x: Tensor, fp8: tuple[Tensor, Tensor], ids: Tensor, weights: Tensor) -> Calls:
+        """The calls by token."""
         buffer, package = self.buffer, self.package
         per_rank, _, per_expert, self.in_rank, _ = buffer.get_dispatch_layout(ids, EXPERTS)
         fresh = {"num_tokens_per_rank": per_rank, "is_token_in_rank": self.in_rank, "num_tokens_per_expert": per_expert}
@@ -166,13 +166,13 @@ class Buffer:
             "combine bf16": lambda: buffer.combine(rows, handle, config=of_sums),
         }
 
-    def low(self, x: Tensor, ids: Tensor, weights: Tensor) -> Calls:
-        """The calls of the low-latency form."""
+    def to_slots(self, x: Tensor, ids: Tensor, weights: Tensor) -> Calls:
+        """The calls to slots."""
         buffer = self.low_latency
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, MOST_TOKENS, EXPERTS, use_fp8=False)
         return {
-            "low-latency dispatch fp8": lambda: buffer.low_latency_dispatch(x, ids, MOST_TOKENS, EXPERTS, use_fp8=True),
-            "low-latency combine bf16": lambda: buffer.low_latency_combine(rows, ids, weights, handle),
+            "dispatch to slots fp8": lambda: buffer.low_latency_dispatch(x, ids, MOST_TOKENS, EXPERTS, use_fp8=True),
+            "combine from slots bf16": lambda: buffer.low_latency_combine(rows, ids, weights, handle),
         }
 
 
@@ -207,18 +207,18 @@ class Bench:
         self.ours = Buffer(world, ours, ours.Buffer(comm), ours.Buffer(comm, low_latency_mode=True))
         self.nccl, self.limited = Nccl(comm), dict[int, Nccl]()
 
-    def normal(self, route: str, tokens: int, sms: int) -> None:
+    def by_token(self, route: str, tokens: int, sms: int) -> None:
         comm = self.world.comm
         x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
         fp8 = x.to(torch.float8_e4m3fn), torch.rand(tokens, HIDDEN // 128, device="cuda")
         ids, weights = routing(route, tokens, comm.rank), torch.rand(tokens, TOP_K, device="cuda")
         if sms not in self.limited:
             self.limited[sms] = Nccl(comm, sms)
-        mine = self.ours.normal(sms, x, fp8, ids, weights)
+        mine = self.ours.by_token(sms, x, fp8, ids, weights)
         exchange = Exchange(self.ours.in_rank, x)
         contenders: dict[str, Calls] = {"antiphon": mine}
         if self.peer:
-            contenders["deep_ep"] = self.peer.normal(sms, x, fp8, ids, weights)
+            contenders["deep_ep"] = self.peer.by_token(sms, x, fp8, ids, weights)
         contenders["nccl"] = exchange.by_nccl(self.nccl)
         contenders["nccl limited"] = exchange.by_nccl(self.limited[sms])
         contenders["torch"] = exchange.by_torch()
@@ -234,13 +234,13 @@ class Bench:
             calls = {name: calls[what] for name, calls in contenders.items() if what in calls}
             self.world.add(about, calls, captured="blocking" not in what)
 
-    def low_latency(self, tokens: int) -> None:
+    def to_slots(self, tokens: int) -> None:
         x = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
         ids = routing("uniform", tokens, self.world.comm.rank)
         weights = torch.rand(tokens, TOP_K, device="cuda")
-        contenders = {"antiphon": self.ours.low(x, ids, weights)}
+        contenders = {"antiphon": self.ours.to_slots(x, ids, weights)}
         if self.peer:
-            contenders["deep_ep"] = self.peer.low(x, ids, weights)
+            contenders["deep_ep"] = self.peer.to_slots(x, ids, weights)
         for what in contenders["antiphon"]:
             calls = {name: calls[what] for name, calls in contenders.items()}
             self.world.add({"call": what, "route": "uniform", "tokens": tokens}, calls, captured=True)
@@ -249,7 +249,7 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64, 256, 1024, 4096], help="of each rank")
-    parser.add_argument("--low-latency", type=int, nargs="+", default=[1, 8, 32, 64, 128], help="tokens of low-latency calls")
+    parser.add_argument("--slots", type=int, nargs="+", default=[1, 8, 32, 64, 128], help="tokens of calls to slots")
     parser.add_argument("--sms", type=int, nargs="+", default=[24, 48], help="all for the last number of tokens, else the first")
     parser.add_argument("--routes", nargs="+", default=["uniform"], help="uniform, limited")
     parser.add_argument("--deep-ep", metavar="VERSION", help="of what is installed as deep_ep, for the record")
@@ -270,10 +270,10 @@ def main() -> None:
         for route in arguments.routes:
             for tokens in arguments.tokens:
                 for sms in arguments.sms if tokens == arguments.tokens[-1] else arguments.sms[:1]:
-                    bench.normal(route, tokens, sms)
+                    bench.by_token(route, tokens, sms)
                 save()
-        for tokens in arguments.low_latency:
-            bench.low_latency(tokens)
+        for tokens in arguments.slots:
+            bench.to_slots(tokens)
             save()
 
 

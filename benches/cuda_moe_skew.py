@@ -47,12 +47,12 @@ def forms(parallel: ExpertParallel, x: Tensor, ids: Tensor) -> dict[str, tuple[C
 
     def by_token() -> Tensor:
         got = parallel.dispatch(x, ids, weights, capacity=world_size * tokens)
-        return parallel.combine(got.x, got.handle)
+        return parallel.combine(got.x, got.routes)
 
     def by_expert() -> Tensor:
         rows = world_size * tokens * TOP_K
         got = parallel.dispatch_by_expert(x, routing_map, capacity=rows, max_tokens=tokens)
-        return parallel.combine_by_expert(got.x, got.handle)
+        return parallel.combine_by_expert(got.x, got.routes)
 
     return {"by token": (by_token, x * holders), "by expert": (by_expert, x * TOP_K)}
 

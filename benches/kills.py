@@ -103,15 +103,15 @@ def experts(form: str) -> Family:
 
         def by_token() -> None:
             received = layer.dispatch(x, ids, weights)
-            layer.combine(received.x, received.handle)
+            layer.combine(received.x, received.routes)
 
         def by_expert() -> None:
             received = layer.dispatch_by_expert(x, chosen)
-            layer.combine_by_expert(received.x, received.handle)
+            layer.combine_by_expert(received.x, received.routes)
 
         def slots() -> None:
-            received = layer.dispatch_low_latency(x, ids, max_tokens=TOKENS)
-            layer.combine_low_latency(received.x, ids, weights, received.handle)
+            received = layer.dispatch_to_slots(x, ids, max_tokens=TOKENS)
+            layer.combine_from_slots(received.x, ids, weights, received.routes)
 
         return {"by_token": by_token, "by_expert": by_expert, "slots": slots}[form]
 
@@ -139,7 +139,7 @@ FAMILIES: dict[str, Family] = {
     "mixed": mixed,
     "dispatch by token": experts("by_token"),
     "dispatch by expert": experts("by_expert"),
-    "low-latency dispatch": experts("slots"),
+    "dispatch to slots": experts("slots"),
     "plan": plan("packet-all-reduce"),
 }
 

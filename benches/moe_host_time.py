@@ -61,7 +61,7 @@ def calls(comm: antiphon.Communicator) -> dict[str, Callable[[], object]]:
         "Buffer.combine": lambda: normal.combine(rows, handle),
         "Buffer.low_latency_dispatch": lambda: low.low_latency_dispatch(x, ids, TOKENS, EXPERTS),
         "Buffer.low_latency_combine": lambda: low.low_latency_combine(slots, ids, weights, routes),
-        "ExpertParallel.dispatch_low_latency": lambda: layer.dispatch_low_latency(x, ids, max_tokens=TOKENS),
+        "ExpertParallel.dispatch_to_slots": lambda: layer.dispatch_to_slots(x, ids, max_tokens=TOKENS),
         "comm.all_reduce": lambda: comm.all_reduce(x),
     }
 

@@ -65,11 +65,11 @@ MIXED = [
     "mixed::mixed_sums_in_two_hops_have_the_hosts_bits_on_4_gpus",
     "orders::mixed_calls_keep_their_order_around_captures_on_4_gpus",
 ]
-HYBRID = ["hybrid::hybrid_scales_go_along_on_2_gpus", "rings::hybrid_wrapped_rings_end_on_2_gpus"]
-MANY = ["hybrid::hybrid_warps_may_have_many_tokens_on_2_gpus", "rings::hybrid_records_of_many_choices_make_room_on_2_gpus"]
+BY_EXPERT = ["by_expert::by_expert_scales_go_along_on_2_gpus", "rings::by_expert_wrapped_rings_end_on_2_gpus"]
+MANY = ["by_expert::by_expert_warps_may_have_many_tokens_on_2_gpus", "rings::by_expert_records_of_many_choices_make_room_on_2_gpus"]
 ROWS = [ORDERS, "rings::wrapped_rings_end_on_2_gpus"]
 GRAPH = "a_graph_replays_the_capacity_form_with_other_choices_on_2_gpus"
-HYBRID_GRAPH = "hybrid::a_graph_replays_the_hybrid_capacity_form_with_other_maps_on_2_gpus"
+BY_EXPERT_GRAPH = "by_expert::a_graph_replays_the_capacity_form_by_expert_with_other_maps_on_2_gpus"
 REGISTERED = [
     "registered::symmetric_memory_is_reduced_in_place_and_out_of_it",
     "repeated::registered_sums_of_the_same_memory_follow_each_other_on_2_gpus",
@@ -91,11 +91,11 @@ FAMILIES = [
     ),
     ("collectives/src/gather_scatter/**/*", "collectives", [OPERATIONS, "orders::a_receive_delays_no_send_on_2_gpus"]),
     ("collectives/src/all_reduce/*", "collectives", REGISTERED),
-    ("moe/src/normal/[pr]*", "moe", MANY + ROWS + HYBRID),
-    ("moe/src/normal/*", "moe", [GRAPH, *ROWS]),
-    ("moe/src/hybrid/kernels/list.cuh", "moe", [HYBRID_GRAPH, "hybrid::hybrid_choices_are_listed_in_turns_on_2_gpus"]),
-    ("moe/src/hybrid/**/*", "moe", MANY + HYBRID),
-    ("moe/src/low_latency/*", "moe", ["orders::low_latency_calls_keep_their_order_around_captures_on_2_gpus"]),
+    ("moe/src/by_token/[pr]*", "moe", MANY + ROWS + BY_EXPERT),
+    ("moe/src/by_token/*", "moe", [GRAPH, *ROWS]),
+    ("moe/src/by_expert/kernels/list.cuh", "moe", [BY_EXPERT_GRAPH, "by_expert::by_expert_choices_are_listed_in_turns_on_2_gpus"]),
+    ("moe/src/by_expert/**/*", "moe", MANY + BY_EXPERT),
+    ("moe/src/slots/*", "moe", ["orders::slot_calls_keep_their_order_around_captures_on_2_gpus"]),
     ("moe/src/layout/*", "moe", [GRAPH, ORDERS]),
     ("executor/src/cuda/compiled.cuh", "executor", ["compiled::plans_of_each_kind_are_right_on_2", "graphs::graphs_replay_between_eager_calls_on_2"]),
     (
@@ -104,8 +104,8 @@ FAMILIES = [
         ["every_operation_has_the_hosts_bits_on_3", "graphs::graphs_replay_between_eager_calls_on_2", "inputs_are_those_of_their_streams_on_2"],
     ),
 ]
-"""Of kernels, by the first of these patterns that has their file: the package and the tests that run them. The hybrid form has the rings and the
-pipeline of the normal one."""
+"""Of kernels, by the first of these patterns that has their file: the package and the tests that run them. The form by expert has the rings and
+the pipeline of the form by token."""
 
 BULK, NO_BULK = "9.0", "8.0"
 """Compute capabilities with bulk copies and without."""

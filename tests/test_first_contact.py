@@ -107,12 +107,12 @@ def test_experts_work_alone(comm: antiphon.Communicator) -> None:
     experts, x = antiphon.moe.ExpertParallel(comm, 4, 16), torch.rand(5, 16, requires_grad=True)
     ids, weights = torch.arange(10).reshape(5, 2) % 4, torch.ones(5, 2)
     received = experts.dispatch(x, ids, weights)
-    experts.combine(received.x * 2, received.handle).sum().backward()
+    experts.combine(received.x * 2, received.routes).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 2))
     by_expert = experts.dispatch_by_expert(x.detach(), torch.ones(5, 4, dtype=torch.bool))
-    assert torch.equal(experts.combine_by_expert(by_expert.x, by_expert.handle), x.detach() * 4)
-    few = experts.dispatch_low_latency(x.detach().bfloat16(), ids, max_tokens=5)
-    assert experts.combine_low_latency(few.x, ids, weights, few.handle).shape == (5, 16)
+    assert torch.equal(experts.combine_by_expert(by_expert.x, by_expert.routes), x.detach() * 4)
+    few = experts.dispatch_to_slots(x.detach().bfloat16(), ids, max_tokens=5)
+    assert experts.combine_from_slots(few.x, ids, weights, few.routes).shape == (5, 16)
 
 
 def test_the_torch_backend_works_alone() -> None:
@@ -173,8 +173,8 @@ def test_errors_of_experts_name_the_callers_function() -> None:
             experts.dispatch(x, torch.ones(2, 2), torch.ones(2, 2))
         with pytest.raises(TypeError, match="^dispatch_by_expert: the routing map must be torch.bool"):
             experts.dispatch_by_expert(x, torch.ones(2, 4))
-        with pytest.raises(ValueError, match="^dispatch_low_latency: 2 tokens; max_tokens is 1"):
-            experts.dispatch_low_latency(x.bfloat16(), torch.zeros(2, 2, dtype=torch.int64), max_tokens=1)
+        with pytest.raises(ValueError, match="^dispatch_to_slots: 2 tokens; max_tokens is 1"):
+            experts.dispatch_to_slots(x.bfloat16(), torch.zeros(2, 2, dtype=torch.int64), max_tokens=1)
         with pytest.raises(ValueError, match="^ExpertParallel: hidden must be even, as rows are whole 16 bytes, not 3"):
             antiphon.moe.ExpertParallel(comm, 4, 3)
 
@@ -263,8 +263,8 @@ def test_weights_of_routers_are_cast(comm: antiphon.Communicator) -> None:
     assert received.weights.dtype == torch.float32 and torch.equal(received.weights, weights.float())
     received.weights.sum().backward()
     assert weights.grad is not None and weights.grad.dtype == torch.bfloat16
-    few = experts.dispatch_low_latency(x.bfloat16(), ids, max_tokens=5)
-    sums = [experts.combine_low_latency(few.x, ids, given, few.handle) for given in (weights.detach(), weights.detach().float())]
+    few = experts.dispatch_to_slots(x.bfloat16(), ids, max_tokens=5)
+    sums = [experts.combine_from_slots(few.x, ids, given, few.routes) for given in (weights.detach(), weights.detach().float())]
     assert torch.equal(*sums)
     with pytest.raises(TypeError, match="dispatch: the weights must be of a floating-point dtype, not torch.int64"):
         experts.dispatch(x, ids, ids)
@@ -308,24 +308,24 @@ def test_what_ends_pickling_and_is_no_fault_of_the_object_stays_as_it_is(error: 
 def test_what_is_printed_says_what_it_is(comm: antiphon.Communicator) -> None:
     experts, x = antiphon.moe.ExpertParallel(comm, 4, 16), torch.ones(5, 16)
     ids = torch.arange(10).reshape(5, 2) % 4
-    handles = (
-        experts.dispatch(x, ids, torch.ones(5, 2)).handle,
-        experts.dispatch(x, ids, torch.ones(5, 2), capacity=7).handle,
-        experts.dispatch_by_expert(x, torch.ones(5, 4, dtype=torch.bool)).handle,
-        experts.dispatch_low_latency(x.bfloat16(), ids, max_tokens=6).handle,
+    every = (
+        experts.dispatch(x, ids, torch.ones(5, 2)).routes,
+        experts.dispatch(x, ids, torch.ones(5, 2), capacity=7).routes,
+        experts.dispatch_by_expert(x, torch.ones(5, 4, dtype=torch.bool)).routes,
+        experts.dispatch_to_slots(x.bfloat16(), ids, max_tokens=6).routes,
     )
-    assert [repr(each) for each in (experts, *handles)] == [
+    assert [repr(each) for each in (experts, *every)] == [
         "<antiphon.moe.ExpertParallel: 4 experts, hidden 16, rank 0 of 1>",
-        "<antiphon.moe.Handle: 5 tokens, 5 rows, 4 experts>",
-        "<antiphon.moe.Handle: 5 tokens, 7 rows, 4 experts>",
-        "<antiphon.moe.HybridHandle: 5 tokens, 20 rows by expert, 4 experts>",
-        "<antiphon.moe.LowLatencyHandle: at most 6 tokens of each rank, rows of 16, 4 experts>",
+        "<antiphon.moe.ByTokenRoutes: 5 tokens, 5 rows, 4 experts>",
+        "<antiphon.moe.ByTokenRoutes: 5 tokens, 7 rows, 4 experts>",
+        "<antiphon.moe.ByExpertRoutes: 5 tokens, 20 rows by expert, 4 experts>",
+        "<antiphon.moe.SlotRoutes: at most 6 tokens of each rank, rows of 16, 4 experts>",
     ]
-    for handle in handles:
+    for routes in every:
         with pytest.raises(ValueError, match="cannot be replaced"):
-            handle._replace(**{handle._fields[0]: None})
+            routes._replace(**{routes._fields[0]: None})
         with pytest.raises(ValueError, match="cannot be made from fields"):
-            type(handle)._make(list(handle))
+            type(routes)._make(list(routes))
     buffer = antiphon.moe.deep_ep.Buffer(comm)
     assert repr(buffer) == "<antiphon.moe.deep_ep.Buffer: normal calls, rank 0 of 1>"
     hybrid = antiphon.moe.deep_ep.HybridEPBuffer(comm, 16, 8, 4)

@@ -18,8 +18,8 @@ import antiphon
 from antiphon import compat
 from antiphon.moe import ExpertParallel, deep_ep, fused_a2a
 from antiphon.moe._calls import calls_of
-from antiphon.moe._hybrid import hybrid_calls_of
-from antiphon.moe._low_latency import low_latency_calls_of
+from antiphon.moe._by_expert import by_expert_calls_of
+from antiphon.moe._slots import slot_calls_of
 
 H, K = 8, 3
 
@@ -93,21 +93,21 @@ def test_rows_go_where_their_experts_are_and_come_back(world_size: int, dtype: t
         for got, wanted in zip((received.x, received.ids, received.weights), expected, strict=True):
             assert torch.equal(got, wanted.to(got.dtype))
         assert received.tokens_per_expert == [int((expected[1] == e).sum()) for e in range(4)]
-        combined = parallel.combine(made(comm.rank, received.x), received.handle)
+        combined = parallel.combine(made(comm.rank, received.x), received.routes)
         assert torch.equal(combined, definition.combined(comm.rank, made))
         bias = torch.ones_like(x)
-        assert torch.allclose(parallel.combine(received.x * 0, received.handle, bias=(bias, bias)).float(), bias.float() * 2)
+        assert torch.allclose(parallel.combine(received.x * 0, received.routes, bias=(bias, bias)).float(), bias.float() * 2)
 
     threads(world_size, body)
 
 
-def test_the_handle_is_a_tuple_as_deep_eps() -> None:
+def test_the_routes_are_a_tuple_as_deep_eps_handle() -> None:
     definition = Definition(2, 8)
 
     def body(comm: antiphon.Communicator) -> None:
         x, ids, weights = definition.inputs[comm.rank]
-        handle = ExpertParallel(comm, 8, H).dispatch(x, ids, weights).handle
-        prefix, channels, starts, sources, in_rank, heads, overflow = handle
+        routes = ExpertParallel(comm, 8, H).dispatch(x, ids, weights).routes
+        prefix, channels, starts, sources, in_rank, heads, overflow = routes
         rows = [definition.rows(rank) for rank in range(2)]
         for source in range(2):
             assert prefix[source].tolist() == [sum(s <= source for s, _ in rows[to]) for to in range(2)]
@@ -117,8 +117,8 @@ def test_the_handle_is_a_tuple_as_deep_eps() -> None:
         expected = torch.stack([definition.is_here(ids, to).any(1) for to in range(2)], 1)
         assert torch.equal(in_rank, expected)
         assert torch.equal(heads, torch.where(expected, expected.cumsum(0) - 1, -1).int())
-        assert overflow.tolist() == [0] and handle[-1] is handle.overflow_flag
-        assert {tensor.dtype for tensor in handle} == {torch.int32, torch.bool}
+        assert overflow.tolist() == [0] and routes[-1] is routes.overflow_flag
+        assert {tensor.dtype for tensor in routes} == {torch.int32, torch.bool}
 
     threads(2, body)
 
@@ -136,8 +136,8 @@ def test_rows_beyond_a_capacity_are_absent() -> None:
         assert len(received.x) == kept and len(rows) != kept
         assert torch.equal(received.x[:count], definition.received(comm.rank)[0][:count])
         assert (received.ids[count:] == -1).all()
-        assert received.handle.overflow_flag.item() == (len(rows) > kept)
-        ones = parallel.combine(torch.ones(kept, H), received.handle)
+        assert received.routes.overflow_flag.item() == (len(rows) > kept)
+        ones = parallel.combine(torch.ones(kept, H), received.routes)
         arrived = [definition.rows(rank)[:kept] for rank in range(3)]
         here = [sum((comm.rank, token) in rows for rows in arrived) for token in range(len(x))]
         assert ones[:, 0].tolist() == here
@@ -181,7 +181,7 @@ def test_gradients_of_expert_parallel() -> None:
 
         def layer(x: Tensor, weights: Tensor) -> Sequence[Tensor]:
             received = parallel.dispatch(x, IDS[comm.rank], weights.float())
-            y = parallel.combine(received.x * (comm.rank + 2), received.handle, bias=x)
+            y = parallel.combine(received.x * (comm.rank + 2), received.routes, bias=x)
             # Weights of slots whose expert is elsewhere may be used, too: they are constants.
             return received.x, received.weights.double(), y
 
@@ -215,7 +215,7 @@ def test_gradients_may_be_missing_or_not_contiguous() -> None:
 
         def normal(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             got = experts.dispatch(x, ids, weights)
-            return got.x, got.weights, experts.combine(got.x, got.handle)
+            return got.x, got.weights, experts.combine(got.x, got.routes)
 
         def fused(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             rows, _, row_weights, _, handle = fused_a2a.fused_dispatch(x, ids, weights, 4, comm)
@@ -224,7 +224,7 @@ def test_gradients_may_be_missing_or_not_contiguous() -> None:
         def by_map(x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             got = experts.dispatch_by_expert(x, routing_map, probs, pad_multiple=4)
             assert got.probs is not None
-            return got.x, got.probs, experts.combine_by_expert(got.x, got.handle)
+            return got.x, got.probs, experts.combine_by_expert(got.x, got.routes)
 
         def fused_by_map(x: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             rows, row_probs, _, _, handle = fused_a2a.hybrid_ep_dispatch(x, routing_map, probs, comm, 4, pad_multiple=4)
@@ -299,7 +299,7 @@ def test_codes_have_no_gradient_and_their_weights_have(dtype: torch.dtype) -> No
     threads(1, body)
 
 
-def test_gradients_of_the_low_latency_form() -> None:
+def test_gradients_of_the_calls_to_slots() -> None:
     """Of numbers so few bits long that bfloat16 has all sums of their products."""
     shapes = [(3, 8), (2, 8)]
 
@@ -314,10 +314,10 @@ def test_gradients_of_the_low_latency_form() -> None:
         factors = torch.tensor([1.0, 2.0]).view(2, 1, 1) * (comm.rank + 1)
 
         def layer(x: Tensor, weights: Tensor) -> Sequence[Tensor]:
-            received = parallel.dispatch_low_latency(x.bfloat16(), IDS[comm.rank], max_tokens=3)
+            received = parallel.dispatch_to_slots(x.bfloat16(), IDS[comm.rank], max_tokens=3)
             is_filled = torch.arange(6) < received.counts.unsqueeze(1)
             rows = torch.where(is_filled.unsqueeze(2), received.x * factors, 0).bfloat16()
-            y = parallel.combine_low_latency(rows, IDS[comm.rank], weights.float(), received.handle)
+            y = parallel.combine_from_slots(rows, IDS[comm.rank], weights.float(), received.routes)
             return rows.double(), y.double()
 
         return layer
@@ -325,24 +325,24 @@ def test_gradients_of_the_low_latency_form() -> None:
     check_gradients(body, inputs, step=0.25)
 
 
-def test_low_latency_calls_without_a_gradient_say_so() -> None:
+def test_slot_calls_without_a_gradient_say_so() -> None:
     def body(comm: antiphon.Communicator) -> None:
         parallel = ExpertParallel(comm, 2, 128)
         x, ids = torch.ones(2, 128, dtype=torch.bfloat16, requires_grad=True), torch.tensor([[0], [1]])
         with pytest.raises(ValueError, match="rows of fp8 have no gradient"):
-            parallel.dispatch_low_latency(x, ids, max_tokens=2, format="fp8")
-        received = parallel.dispatch_low_latency(x, ids, max_tokens=2)
+            parallel.dispatch_to_slots(x, ids, max_tokens=2, format="fp8")
+        received = parallel.dispatch_to_slots(x, ids, max_tokens=2)
         with pytest.raises(ValueError, match="rows of logfmt have no gradient"):
-            parallel.combine_low_latency(received.x, ids, torch.ones(2, 1), received.handle, format="logfmt")
+            parallel.combine_from_slots(received.x, ids, torch.ones(2, 1), received.routes, format="logfmt")
         with pytest.raises(ValueError, match="with out there is no gradient"):
-            parallel.combine_low_latency(received.x, ids, torch.ones(2, 1), received.handle, out=torch.empty_like(x))
+            parallel.combine_from_slots(received.x, ids, torch.ones(2, 1), received.routes, out=torch.empty_like(x))
 
     threads(2, body)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_dispatch_and_combine_are_adjoint(world_size: int) -> None:
-    """⟨dispatch x, y⟩ = ⟨x, combine y⟩ over all ranks, in float64, and the same of the low-latency form."""
+    """⟨dispatch x, y⟩ = ⟨x, combine y⟩ over all ranks, in float64, and the same of slots."""
 
     def body(comm: antiphon.Communicator) -> list[tuple[float, float]]:
         experts = 2 * world_size
@@ -351,17 +351,17 @@ def test_dispatch_and_combine_are_adjoint(world_size: int) -> None:
         received = parallel.dispatch(x, ids, weights)
         seed = torch.Generator().manual_seed(comm.rank)
         y = torch.randn(received.x.shape, generator=seed, dtype=torch.float64)
-        normal = (received.x * y).sum().item(), (x * parallel.combine(y, received.handle)).sum().item()
+        by_token = (received.x * y).sum().item(), (x * parallel.combine(y, received.routes)).sum().item()
 
         few = torch.randint(1, 4, x.shape, generator=seed).bfloat16()
         ids = ids.masked_fill((ids.unsqueeze(2) == ids.unsqueeze(1)).tril(-1).any(2), -1)  # one slot for each choice
-        slots = parallel.dispatch_low_latency(few, ids, max_tokens=9)
+        slots = parallel.dispatch_to_slots(few, ids, max_tokens=9)
         is_filled = torch.arange(9 * world_size) < slots.counts.unsqueeze(1)
         y = torch.randint(1, 4, slots.x.shape, generator=seed).masked_fill(~is_filled.unsqueeze(2), 0).bfloat16()
-        sums = parallel.combine_low_latency(y, ids, torch.ones(ids.shape), slots.handle)
+        sums = parallel.combine_from_slots(y, ids, torch.ones(ids.shape), slots.routes)
         rows = slots.x.masked_fill(~is_filled.unsqueeze(2), 0)
-        low_latency = (rows.double() * y.double()).sum().item(), (few.double() * sums.double()).sum().item()
-        return [normal, low_latency]
+        of_slots = (rows.double() * y.double()).sum().item(), (few.double() * sums.double()).sum().item()
+        return [by_token, of_slots]
 
     ranks = threads(world_size, body)
     for form in range(2):
@@ -375,7 +375,7 @@ def test_rows_that_did_not_arrive_have_no_gradient() -> None:
         x, ids, weights = torch.ones(2, H, requires_grad=True), torch.tensor([[0], [1]]), torch.ones(2, 1)
         received = parallel.dispatch(x, ids, weights, capacity=7)
         rows = received.x.detach().requires_grad_()
-        parallel.combine(rows, received.handle).sum().backward()
+        parallel.combine(rows, received.routes).sum().backward()
         assert rows.grad is not None and rows.grad[:, 0].tolist() == [1, 1, 0, 0, 0, 0, 0]
 
     threads(2, body)
@@ -392,7 +392,7 @@ def test_a_gradient_has_no_gradient_and_says_so() -> None:
         x.requires_grad_()
         forms: list[Callable[[], Tensor]] = [
             lambda: experts.dispatch(x, ids, weights).x,
-            lambda: experts.combine(experts.dispatch(x, ids, weights).x, experts.dispatch(x, ids, weights).handle),
+            lambda: experts.combine(experts.dispatch(x, ids, weights).x, experts.dispatch(x, ids, weights).routes),
             lambda: experts.dispatch_by_expert(x, routing_map).x,
             lambda: fused_a2a.fused_dispatch(x, ids, weights, 4, comm)[0],
             lambda: fused_a2a.hybrid_ep_dispatch(x, routing_map, None, comm, 4)[0],
@@ -416,10 +416,10 @@ def operators_are_what_torch_expects() -> None:
         ops = torch.ops.antiphon
         rows, received_ids, received_weights, routes = ops.moe_dispatch(x, ids, weights, 4, 9, group)
         definition = ExpertParallel(comm, 4, H).dispatch(x, ids, weights, capacity=9)
-        kept = definition.handle.num_received
+        kept = definition.routes.num_received
         assert torch.equal(rows[:kept], definition.x[:kept]) and torch.equal(received_ids, definition.ids)
         sums, _ = ops.moe_combine(rows, routes, None, 4, len(x), K, group)
-        assert torch.equal(sums, ExpertParallel(comm, 4, H).combine(definition.x, definition.handle))
+        assert torch.equal(sums, ExpertParallel(comm, 4, H).combine(definition.x, definition.routes))
         with pytest.raises(ValueError, match="routes"):
             ops.moe_combine(rows, routes[1:], None, 4, len(x), K, group)
         with pytest.raises(ValueError, match="words"):
@@ -609,7 +609,7 @@ def test_a_torch_group_of_any_backend_will_do() -> None:
     processes(2, _of_a_torch_group)
 
 
-@pytest.mark.parametrize("calls", [calls_of, hybrid_calls_of, low_latency_calls_of])
+@pytest.mark.parametrize("calls", [calls_of, by_expert_calls_of, slot_calls_of])
 def test_calls_do_not_keep_their_communicator(calls: Callable[[antiphon.Communicator], Any], tmp_path: Path) -> None:
     comm = antiphon.init(rank=0, world_size=1, path=str(tmp_path / "world"))
     calls(comm)

@@ -41,13 +41,13 @@ def rows_and_sums_have_the_hosts_bits(comm: Comm, device: Device) -> None:
     gpu = parallel.dispatch(x.to(device), ids.to(device), weights.to(device))
     for name in ("x", "ids", "weights"):
         same(getattr(gpu, name), getattr(host, name))
-    assert gpu.tokens_per_expert == host.tokens_per_expert and gpu.handle.num_received == host.handle.num_received
-    for name in host.handle._fields:
-        same(getattr(gpu.handle, name), getattr(host.handle, name))
+    assert gpu.tokens_per_expert == host.tokens_per_expert and gpu.routes.num_received == host.routes.num_received
+    for name in host.routes._fields:
+        same(getattr(gpu.routes, name), getattr(host.routes, name))
     made = host.x * (comm.rank + 2)
     for bias in (None, x, (x, x * 2)):
         there = tuple(each.to(device) for each in bias) if isinstance(bias, tuple) else None if bias is None else bias.to(device)
-        same(parallel.combine(made.to(device), gpu.handle, bias=there), parallel.combine(made, host.handle, bias=bias))
+        same(parallel.combine(made.to(device), gpu.routes, bias=there), parallel.combine(made, host.routes, bias=bias))
 
 
 @check
@@ -67,13 +67,13 @@ def beside_an_all_reduce(comm: Comm, device: Device) -> None:
     parallel = ExpertParallel(comm, EXPERTS, H)
     inputs = tokens_of(comm.rank)
     host = parallel.dispatch(*inputs)
-    sums = parallel.combine(host.x, host.handle)
+    sums = parallel.combine(host.x, host.routes)
     there = [tensor.to(device) for tensor in inputs]
     for capacity in (None, 1300):
 
         def call(capacity: int | None = capacity) -> tuple[Tensor, Tensor]:
             got = parallel.dispatch(*there, capacity=capacity)
-            return got.x, parallel.combine(got.x, got.handle)
+            return got.x, parallel.combine(got.x, got.routes)
 
         for rows, combined in harness.beside_an_all_reduce(comm, device, call):
             same(rows[: len(host.x)], host.x)
@@ -87,15 +87,15 @@ def rows_beyond_a_capacity_are_absent(comm: Comm, device: Device) -> None:
     for capacity in (40, 1000):
         host = parallel.dispatch(x, ids, weights, capacity=capacity)
         gpu = parallel.dispatch(x.to(device), ids.to(device), weights.to(device), capacity=capacity)
-        kept = host.handle.num_received
+        kept = host.routes.num_received
         same(gpu.x[:kept], host.x[:kept])
         same(gpu.ids, host.ids)
-        same(gpu.handle.recv_src_idx, host.handle.recv_src_idx)
-        same(gpu.handle.overflow_flag, host.handle.overflow_flag)
+        same(gpu.routes.recv_src_idx, host.routes.recv_src_idx)
+        same(gpu.routes.overflow_flag, host.routes.overflow_flag)
         assert isinstance(gpu.tokens_per_expert, Tensor)
         assert gpu.tokens_per_expert.tolist() == host.tokens_per_expert
         ones = torch.ones(capacity, H).bfloat16()
-        same(parallel.combine(ones.to(device), gpu.handle), parallel.combine(ones, host.handle))
+        same(parallel.combine(ones.to(device), gpu.routes), parallel.combine(ones, host.routes))
 
 
 def layer(parallel: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor, capacity: int | None) -> Tensor:
@@ -103,7 +103,7 @@ def layer(parallel: ExpertParallel, x: Tensor, ids: Tensor, weights: Tensor, cap
     made = received.x * received.weights.sum(1, keepdim=True).to(received.x.dtype)
     if capacity is not None:
         made = made.masked_fill((received.ids < 0).all(1, keepdim=True), 0)
-    return parallel.combine(made, received.handle, bias=x)
+    return parallel.combine(made, received.routes, bias=x)
 
 
 @check
@@ -203,11 +203,11 @@ def what_is_refused(comm: Comm, device: Device) -> None:
     refused(TypeError, "one device", lambda: parallel.dispatch(x, ids.cpu(), weights))
     refused(ValueError, "divided", lambda: ExpertParallel(comm, EXPERTS + 1, H))
     received = parallel.dispatch(x, ids, weights)
-    refused(ValueError, r"\[N, H\]", lambda: parallel.combine(received.x.new_empty(1 + len(received.x), H), received.handle))
-    refused(TypeError, "bf16", lambda: parallel.combine(received.x.double(), received.handle))
+    refused(ValueError, r"\[N, H\]", lambda: parallel.combine(received.x.new_empty(1 + len(received.x), H), received.routes))
+    refused(TypeError, "bf16", lambda: parallel.combine(received.x.double(), received.routes))
     buffer, most = deep_ep.Buffer(comm), torch.cuda.get_device_properties(device).multi_processor_count
     config = deep_ep.Config(most * 2)
-    refused(ValueError, f"{most * 2} multiprocessors; kernels may use {most}", lambda: buffer.combine(received.x, received.handle, config=config))
+    refused(ValueError, f"{most * 2} multiprocessors; kernels may use {most}", lambda: buffer.combine(received.x, received.routes, config=config))
     comm.barrier()
 
 

@@ -17,7 +17,7 @@ H, TIMEOUT = 256, 3.0
 
 
 class Layer:
-    """One rank's calls. ``top_k``, and in the hybrid form the dtype of rows, is what the ranks agree on, or do not."""
+    """One rank's calls. ``top_k``, and by expert the dtype of rows, is what the ranks agree on, or do not."""
 
     def __init__(self, comm: antiphon.Communicator, device: torch.device, top_k: int = 1) -> None:
         self.comm, self.experts = comm, ExpertParallel(comm, 4, H)
@@ -25,23 +25,23 @@ class Layer:
         self.ids = (torch.arange(8 * top_k, device=device) % 4).view(8, top_k)
         self.weights = torch.ones(8, top_k, device=device)
 
-    def normal(self) -> None:
+    def by_token(self) -> None:
         received = self.experts.dispatch(self.x, self.ids, self.weights)
-        self.experts.combine(received.x, received.handle)
+        self.experts.combine(received.x, received.routes)
 
     def capacity(self) -> None:
         received = self.experts.dispatch(self.x, self.ids, self.weights, capacity=64)
-        self.experts.combine(received.x, received.handle)
+        self.experts.combine(received.x, received.routes)
 
-    def low_latency(self) -> None:
-        received = self.experts.dispatch_low_latency(self.x, self.ids, max_tokens=8)
-        self.experts.combine_low_latency(received.x, self.ids, self.weights, received.handle)
+    def slots(self) -> None:
+        received = self.experts.dispatch_to_slots(self.x, self.ids, max_tokens=8)
+        self.experts.combine_from_slots(received.x, self.ids, self.weights, received.routes)
 
-    def hybrid(self) -> None:
+    def by_expert(self) -> None:
         rows = self.x if self.ids.shape[1] == 1 else self.x.float()
         routing_map = torch.zeros(8, 4, dtype=torch.bool, device=rows.device).scatter(1, self.ids, True)
         received = self.experts.dispatch_by_expert(rows, routing_map, routing_map.float())
-        self.experts.combine_by_expert(received.x, received.handle)
+        self.experts.combine_by_expert(received.x, received.routes)
 
     def hook(self) -> None:
         buffer = deep_ep.Buffer(self.comm, low_latency_mode=True)
@@ -87,8 +87,8 @@ def rank_main(form: str, fault: str, kind: str) -> str:
 @pytest.mark.parametrize("fault", ["killed", "late", "mismatch"])
 @pytest.mark.parametrize(
     "form, device",
-    [("hook", "host"), ("hybrid", "host")]
-    + [pytest.param(form, "cuda", marks=pytest.mark.cuda) for form in ("normal", "capacity", "hybrid", "low_latency", "hook")],
+    [("hook", "host"), ("by_expert", "host")]
+    + [pytest.param(form, "cuda", marks=pytest.mark.cuda) for form in ("by_token", "capacity", "by_expert", "slots", "hook")],
 )
 def test_the_other_rank_hears_of_it(form: str, device: str, fault: str) -> None:
     harness.need(device, 2)
@@ -99,5 +99,5 @@ def test_the_other_rank_hears_of_it(form: str, device: str, fault: str) -> None:
     elif fault == "late":
         assert said.startswith("TimeoutError") and "ranks [1]" in said
     else:
-        one, other = ("bf16", "f32") if form == "hybrid" else ("top-1", "top-2")
+        one, other = ("bf16", "f32") if form == "by_expert" else ("top-1", "top-2")
         assert one in said + theirs and other in said + theirs

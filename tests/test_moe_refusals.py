@@ -17,8 +17,8 @@ def test_arguments_are_refused_with_their_numbers() -> None:
     def body(comm: antiphon.Communicator) -> None:
         parallel = ExpertParallel(comm, 4, H)
         x, ids, weights = tokens_of(0, 5, 4)
-        handle = parallel.dispatch(x, ids, weights).handle
-        rows = handle.rows
+        routes = parallel.dispatch(x, ids, weights).routes
+        rows = routes.rows
         buffer = deep_ep.Buffer(comm)
         wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
             (ValueError, "5 experts cannot be divided among 2 ranks", lambda: ExpertParallel(comm, 5, H)),
@@ -32,16 +32,16 @@ def test_arguments_are_refused_with_their_numbers() -> None:
             (ValueError, r"scales must be .* = \[5, 1\], not \[5, 2\]",
              lambda: parallel.dispatch(x, ids, weights, scales=torch.ones(5, 2))),
             (ValueError, rf"\[{rows}, 8\], not \[{rows + 1}, 8\]",
-             lambda: parallel.combine(torch.ones(rows + 1, H), handle)),
-            (TypeError, "not i64", lambda: parallel.combine(torch.ones(rows, H, dtype=torch.int64), handle)),
+             lambda: parallel.combine(torch.ones(rows + 1, H), routes)),
+            (TypeError, "not i64", lambda: parallel.combine(torch.ones(rows, H, dtype=torch.int64), routes)),
             (ValueError, "ids need weights",
-             lambda: buffer.dispatch(x, None, *[torch.zeros(2, dtype=torch.int32)] * 2, handle.is_token_in_rank,
+             lambda: buffer.dispatch(x, None, *[torch.zeros(2, dtype=torch.int32)] * 2, routes.is_token_in_rank,
                                      torch.zeros(4, dtype=torch.int32), topk_idx=ids)),
-            (ValueError, "pass no topk_idx", lambda: buffer.dispatch(x, handle, topk_idx=ids)),
+            (ValueError, "pass no topk_idx", lambda: buffer.dispatch(x, routes, topk_idx=ids)),
             (ValueError, "async_finish", lambda: buffer.get_dispatch_layout(ids, 4, allocate_on_comm_stream=True)),
             (ValueError, "33 experts", lambda: parallel.layout(torch.zeros(1, 33, dtype=torch.int64))),
             (RuntimeError, "explicitly_destroy", buffer.destroy),
-            (ValueError, "3 biases", lambda: parallel._calls.combine(x, handle, biases=[x, x, x])),
+            (ValueError, "3 biases", lambda: parallel._calls.combine(x, routes, biases=[x, x, x])),
         ]  # fmt: skip
         for kind, text, call in wrong:
             with pytest.raises(kind, match=text):
@@ -66,13 +66,13 @@ def test_expert_parallel_refuses_what_is_not_its_own() -> None:
             (lambda: ExpertParallel(comm, 1025, H), ValueError, "num_experts must be at most 1024, not 1025"),
             (lambda: experts.dispatch(x, ids, weights, layout=wrong), TypeError, "ExpertParallel.layout gave, not float"),
             (lambda: experts.dispatch(x, ids, weights, layout=layout), ValueError, "of 8 experts; there are 4"),
-            (lambda: experts.combine(rows, nothing), TypeError, "Handle that a dispatch gave, not NoneType"),
-            (lambda: experts.combine_by_expert(rows, nothing), TypeError, "HybridHandle .* not NoneType"),
+            (lambda: experts.combine(rows, nothing), TypeError, "ByTokenRoutes that a dispatch gave, not NoneType"),
+            (lambda: experts.combine_by_expert(rows, nothing), TypeError, "ByExpertRoutes .* not NoneType"),
             (lambda: experts.dispatch(x, ids, weights, capacity=-1), ValueError, "capacity must be at least 0, not -1"),
             (
-                lambda: experts.combine_low_latency(rows, ids, weights, nothing),
+                lambda: experts.combine_from_slots(rows, ids, weights, nothing),
                 TypeError,
-                "LowLatencyHandle .* not NoneType",
+                "SlotRoutes .* not NoneType",
             ),
         ]
         for call, kind, text in calls:
@@ -97,7 +97,7 @@ def test_a_call_that_is_refused_on_one_rank_may_be_made_again() -> None:
             (experts.dispatch_by_expert, by_expert, {"pad_multiple": 2**30}, ValueError, "pad_multiple"),
             (experts.dispatch_by_expert, by_expert | {"capacity": 9}, {"capacity": -1}, ValueError, "at least 0, not -1"),
             (
-                experts.dispatch_low_latency,
+                experts.dispatch_to_slots,
                 {"x": x, "ids": ids, "max_tokens": 3, "statistics": counts},
                 {"statistics": counts.long()},
                 TypeError,
@@ -109,7 +109,7 @@ def test_a_call_that_is_refused_on_one_rank_may_be_made_again() -> None:
                 with pytest.raises(kind, match=text):
                     call(**arguments | wrong)
             received = call(**arguments)
-            assert received.handle is not None
+            assert received.routes is not None
         comm.barrier()
 
     threads(2, body)
@@ -161,9 +161,9 @@ def test_what_is_no_tensor_of_the_ranks_device_is_named(wrong: Any) -> None:
         hybrid = deep_ep.HybridEPBuffer(comm, H, 3, 4)
         x, ids, weights = tokens_of(0, 3, 4)
         routing_map = torch.ones(3, 4, dtype=torch.bool)
-        handle = experts.dispatch(x, ids, weights).handle
-        by_map = experts.dispatch_by_expert(x, routing_map).handle
-        few = experts.dispatch_low_latency(x.bfloat16(), ids, max_tokens=3)
+        routes = experts.dispatch(x, ids, weights).routes
+        by_map = experts.dispatch_by_expert(x, routing_map).routes
+        few = experts.dispatch_to_slots(x.bfloat16(), ids, max_tokens=3)
         layout = buffer.get_dispatch_layout(ids, 4)
         num_tokens, _, num_of_experts, is_in_rank, _ = layout
         calls: list[tuple[str, Callable[[], Any]]] = [
@@ -171,25 +171,25 @@ def test_what_is_no_tensor_of_the_ranks_device_is_named(wrong: Any) -> None:
             ("x", lambda: experts.dispatch(wrong, ids, weights)),
             ("ids", lambda: experts.dispatch(x, wrong, weights)),
             ("weights", lambda: experts.dispatch(x, ids, wrong)),
-            ("x", lambda: experts.combine(wrong, handle)),
+            ("x", lambda: experts.combine(wrong, routes)),
             ("x", lambda: experts.dispatch_by_expert(wrong, routing_map)),
             ("routing_map", lambda: experts.dispatch_by_expert(x, wrong)),
             ("x", lambda: experts.combine_by_expert(wrong, by_map)),
-            ("x", lambda: experts.dispatch_low_latency(wrong, ids, max_tokens=3)),
-            ("ids", lambda: experts.dispatch_low_latency(x.bfloat16(), wrong, max_tokens=3)),
-            ("x", lambda: experts.combine_low_latency(wrong, ids, weights, few.handle)),
-            ("weights", lambda: experts.combine_low_latency(few.x, ids, wrong, few.handle)),
+            ("x", lambda: experts.dispatch_to_slots(wrong, ids, max_tokens=3)),
+            ("ids", lambda: experts.dispatch_to_slots(x.bfloat16(), wrong, max_tokens=3)),
+            ("x", lambda: experts.combine_from_slots(wrong, ids, weights, few.routes)),
+            ("weights", lambda: experts.combine_from_slots(few.x, ids, wrong, few.routes)),
             ("topk_idx", lambda: buffer.get_dispatch_layout(wrong, 4)),
-            ("x", lambda: buffer.dispatch(wrong, handle)),
-            ("x", lambda: buffer.combine(wrong, handle)),
-            ("bias 1", lambda: buffer.combine(torch.ones(handle.rows, H), handle, bias=(x, wrong))),
+            ("x", lambda: buffer.dispatch(wrong, routes)),
+            ("x", lambda: buffer.combine(wrong, routes)),
+            ("bias 1", lambda: buffer.combine(torch.ones(routes.rows, H), routes, bias=(x, wrong))),
             ("hidden", lambda: hybrid.dispatch(wrong, routing_map=routing_map)),
             ("hidden", lambda: hybrid.dispatch_with_permute(hidden=wrong, routing_map=routing_map)),
             ("hidden", lambda: hybrid.combine_with_unpermute(hidden=wrong, handle=by_map)),
             ("x", lambda: fused_a2a.fused_dispatch(wrong, ids, weights, 4, comm)),
             ("token_indices", lambda: fused_a2a.fused_dispatch(x, wrong, weights, 4, comm)),
             ("token_probs", lambda: fused_a2a.fused_dispatch(x, ids, wrong, 4, comm)),
-            ("x", lambda: fused_a2a.fused_combine(wrong, comm, handle)),
+            ("x", lambda: fused_a2a.fused_combine(wrong, comm, routes)),
             ("x", lambda: fused_a2a.hybrid_ep_dispatch(wrong, routing_map, None, comm, 4)),
             ("routing_map", lambda: fused_a2a.hybrid_ep_dispatch(x, wrong, None, comm, 4)),
             ("x", lambda: fused_a2a.hybrid_ep_combine(wrong, by_map, None, None)),
@@ -197,10 +197,10 @@ def test_what_is_no_tensor_of_the_ranks_device_is_named(wrong: Any) -> None:
         if wrong is not None:
             calls += [
                 ("scales", lambda: experts.dispatch(x, ids, weights, scales=wrong)),
-                ("bias 0", lambda: experts.combine(torch.ones(handle.rows, H), handle, bias=wrong)),
+                ("bias 0", lambda: experts.combine(torch.ones(routes.rows, H), routes, bias=wrong)),
                 ("probs", lambda: experts.dispatch_by_expert(x, routing_map, wrong)),
-                ("statistics", lambda: experts.dispatch_low_latency(x.bfloat16(), ids, max_tokens=3, statistics=wrong)),
-                ("out", lambda: experts.combine_low_latency(few.x, ids, weights, few.handle, out=wrong)),
+                ("statistics", lambda: experts.dispatch_to_slots(x.bfloat16(), ids, max_tokens=3, statistics=wrong)),
+                ("out", lambda: experts.combine_from_slots(few.x, ids, weights, few.routes, out=wrong)),
                 (
                     "is_token_in_rank",
                     lambda: buffer.dispatch(x, None, num_tokens, None, wrong, num_of_experts, ids, weights),
@@ -230,7 +230,7 @@ def test_what_is_no_integer_of_the_range_is_named(wrong: Any) -> None:
         calls: list[tuple[str, Callable[[], Any]]] = [
             ("num_experts", lambda: ExpertParallel(comm, wrong, H)),
             ("hidden", lambda: ExpertParallel(comm, 4, wrong)),
-            ("max_tokens", lambda: experts.dispatch_low_latency(x.bfloat16(), ids, max_tokens=wrong)),
+            ("max_tokens", lambda: experts.dispatch_to_slots(x.bfloat16(), ids, max_tokens=wrong)),
             ("pad_multiple", lambda: experts.dispatch_by_expert(x, routing_map, pad_multiple=-1 if wrong is None else wrong)),
             ("num_experts", lambda: buffer.get_dispatch_layout(ids, wrong)),
             ("num_max_dispatch_tokens_per_rank", lambda: buffer.low_latency_dispatch(x.bfloat16(), ids, wrong, 4)),
@@ -275,17 +275,17 @@ def test_objects_of_another_kind_are_named() -> None:
     def body(comm: antiphon.Communicator) -> None:
         buffer = deep_ep.Buffer(comm)
         x, ids, weights = tokens_of(0, 3, 4)
-        handle = ExpertParallel(comm, 4, H).dispatch(x, ids, weights).handle
+        routes = ExpertParallel(comm, 4, H).dispatch(x, ids, weights).routes
         wrong: Any = object()
         calls: list[tuple[str, Callable[[], Any]]] = [
             ("previous_event must be an EventOverlap, not object", lambda: buffer.get_dispatch_layout(ids, 4, wrong)),
-            ("config must be a Config, not object", lambda: buffer.combine(x, handle, config=wrong)),
-            ("must be the Handle that a dispatch gave, not object", lambda: buffer.dispatch(x, wrong)),
-            ("must be the Handle that a dispatch gave, not object", lambda: buffer.combine(x, wrong)),
-            ("the LowLatencyHandle", lambda: buffer.low_latency_combine(x.bfloat16(), ids, weights, wrong)),
-            ("the LowLatencyHandle", lambda: buffer.get_next_low_latency_combine_buffer(wrong)),
-            ("the HybridHandle", lambda: fused_a2a.hybrid_ep_combine(x, wrong, None, None)),
-            ("the Handle", lambda: fused_a2a.fused_combine(x, comm, wrong)),
+            ("config must be a Config, not object", lambda: buffer.combine(x, routes, config=wrong)),
+            ("must be the ByTokenRoutes that a dispatch gave, not object", lambda: buffer.dispatch(x, wrong)),
+            ("must be the ByTokenRoutes that a dispatch gave, not object", lambda: buffer.combine(x, wrong)),
+            ("the SlotRoutes", lambda: buffer.low_latency_combine(x.bfloat16(), ids, weights, wrong)),
+            ("the SlotRoutes", lambda: buffer.get_next_low_latency_combine_buffer(wrong)),
+            ("the ByExpertRoutes", lambda: fused_a2a.hybrid_ep_combine(x, wrong, None, None)),
+            ("the ByTokenRoutes", lambda: fused_a2a.fused_combine(x, comm, wrong)),
         ]
         for text, call in calls:
             with pytest.raises(TypeError, match=text):
@@ -293,22 +293,22 @@ def test_objects_of_another_kind_are_named() -> None:
         with pytest.raises(NotImplementedError, match="share the region"):
             buffer.get_local_buffer_tensor(torch.uint8)
         with pytest.raises(ValueError, match="codes and their scales, not 3 tensors"):
-            buffer.dispatch((x, x, x), handle)  # type: ignore[arg-type]
+            buffer.dispatch((x, x, x), routes)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="format must be one of bf16, .*, not 'int4'"):
-            ExpertParallel(comm, 4, H).dispatch_low_latency(x.bfloat16(), ids, max_tokens=3, format="int4")
+            ExpertParallel(comm, 4, H).dispatch_to_slots(x.bfloat16(), ids, max_tokens=3, format="int4")
 
     threads(1, body)
 
 
-def test_handles_of_another_communicator_are_refused() -> None:
+def test_routes_of_another_communicator_are_refused() -> None:
     def body(comm: antiphon.Communicator) -> None:
         x, ids, weights = tokens_of(0, 5, 4)
-        handle = ExpertParallel(comm, 4, H).dispatch(x, ids, weights).handle
+        routes = ExpertParallel(comm, 4, H).dispatch(x, ids, weights).routes
         group = comm.split(0)
         assert group is not None
         parallel = ExpertParallel(group, 4, H)
-        with pytest.raises(ValueError, match="the handle is of another instance"):
-            parallel.combine(torch.ones(handle.rows, H), handle)
+        with pytest.raises(ValueError, match="the routes are of another instance"):
+            parallel.combine(torch.ones(routes.rows, H), routes)
         group.close()
         with pytest.raises(RuntimeError, match="closed"):
             parallel.dispatch(x, ids, weights)

@@ -138,7 +138,7 @@ def moe_dispatch(comm: Comm) -> Callable[[], Any]:
 def moe_combine(comm: Comm) -> Callable[[], Any]:
     parallel, *tokens = experts(comm)
     received = parallel.dispatch(*tokens)
-    return lambda: parallel.combine(received.x, received.handle)
+    return lambda: parallel.combine(received.x, received.routes)
 
 
 @operation
@@ -149,9 +149,9 @@ def moe_by_expert(comm: Comm) -> Callable[[], Any]:
 
 
 @operation
-def moe_low_latency(comm: Comm) -> Callable[[], Any]:
+def moe_to_slots(comm: Comm) -> Callable[[], Any]:
     parallel, x, ids, _ = experts(comm)
-    return lambda: parallel.dispatch_low_latency(x.bfloat16(), ids, max_tokens=4)
+    return lambda: parallel.dispatch_to_slots(x.bfloat16(), ids, max_tokens=4)
 
 
 def outcomes(prepare: Prepare) -> list[Any]:

@@ -32,7 +32,7 @@ class Layer(torch.nn.Module):
             return x + self.experts(x, ids, weights)
         received = self.parallel.dispatch(x, ids, weights)
         y = self.experts(received.x, received.ids, received.weights)
-        return x + self.parallel.combine(y, received.handle)
+        return x + self.parallel.combine(y, received.routes)
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         y = torch.zeros_like(x)

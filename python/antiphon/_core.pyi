@@ -47,11 +47,11 @@ __all__ = [
     "ParallelInfo",
     "Memory",
     "Moe",
-    "MoeHandle",
-    "MoeHybrid",
-    "MoeHybridHandle",
-    "MoeLowLatency",
-    "MoeLowLatencyHandle",
+    "MoeByExpert",
+    "MoeByExpertRoutes",
+    "MoeByTokenRoutes",
+    "MoeSlotRoutes",
+    "MoeSlots",
     "PeerLostError",
     "Pending",
     "Plan",
@@ -853,19 +853,19 @@ class Moe:
         ``RuntimeError`` with the reason, and calls of the other ranks raise an error that names this rank, within milliseconds."""
 
     @staticmethod
-    def handle_words(world_size: int, num_experts: int, num_tokens: int) -> list[tuple[str, int, int]]:
-        """What a handle on a GPU keeps there, as 32-bit integers: name, begin and end of each part, and of all."""
+    def route_words(world_size: int, num_experts: int, num_tokens: int) -> list[tuple[str, int, int]]:
+        """What routes on a GPU keep there, as 32-bit integers: name, begin and end of each part, and of all."""
 
     @staticmethod
     def host_words(world_size: int, num_experts: int, num_tokens: int, rows: int) -> int:
-        """How many 32-bit integers :attr:`MoeHandle.words` are."""
+        """How many 32-bit integers :attr:`MoeByTokenRoutes.words` are."""
 
-    def handle_of(
+    def routes_of(
         self, words: _Array, num_experts: int, *, num_tokens: int = 0, top_k: int = 0, sources: _Array | None = None
-    ) -> MoeHandle:
-        """The handle of which these are the words: :attr:`MoeHandle.words` on the host; on a GPU what :meth:`notify` and a
+    ) -> MoeByTokenRoutes:
+        """The routes of which these are the words: :attr:`MoeByTokenRoutes.words` on the host; on a GPU what :meth:`notify` and a
         dispatch have left in ``words`` and ``sources``, which nobody may have written since. Raises ``ValueError`` for words on the
-        host that are none's."""
+        host that are of no routes."""
 
     def close(self) -> None:
         """Gives the regions back; all ranks call it. Dropping it communicates nothing: the memory then goes with the
@@ -900,15 +900,15 @@ class Moe:
         words: _Array | None = None,
         sources: _Array | None = None,
         side: tuple[int, bool] | None = None,
-    ) -> MoeHandle:
-        """Tells all ranks how many rows go from whom to whom: those of a layout. ``x`` and ``scales`` say what rows will be,
-        ``top_k`` how many choices go with each (0: none), ``capacity`` how many rows there is room for. On a GPU the handle may
-        keep its :meth:`handle_words` in an int32 array of the caller's, and the token of each row (−1 for one that did not arrive)
-        in another, int32 ``[capacity]``: they live as long as the handle, and as graphs that have its calls."""
+    ) -> MoeByTokenRoutes:
+        """Tells all ranks how many rows each rank sends to each other rank: those of a layout. ``x`` and ``scales`` say what rows will be,
+        ``top_k`` how many choices go with each (0: none), ``capacity`` how many rows there is room for. On a GPU the routes may
+        keep their :meth:`route_words` in an int32 array of the caller's, and the token of each row (−1 for one that did not arrive)
+        in another, int32 ``[capacity]``: the arrays live as long as the routes, and as graphs that have calls along them."""
 
     def dispatch(
         self,
-        handle: MoeHandle,
+        routes: MoeByTokenRoutes,
         x: _Array,
         received_x: _Array,
         *,
@@ -920,11 +920,12 @@ class Moe:
         received_weights: _Array | None = None,
         side: tuple[int, bool] | None = None,
     ) -> None:
-        """Moves rows along a handle: ``x`` ``[T, H]`` to ``received_x`` ``[handle.rows, H]``, and so what is beside them."""
+        """Moves rows along routes: ``x`` ``[T, H]`` to ``received_x`` ``[routes.rows, H]``, and so the scales, ids and weights of the
+        rows."""
 
     def combine(
         self,
-        handle: MoeHandle,
+        routes: MoeByTokenRoutes,
         rows: _Array,
         output: _Array,
         *,
@@ -934,12 +935,13 @@ class Moe:
         second_bias: _Array | None = None,
         side: tuple[int, bool] | None = None,
     ) -> None:
-        """Moves rows back along a handle and sums those of each token: ``rows`` ``[handle.rows, H]`` to ``output`` ``[T, H]``;
+        """Moves rows back along routes and sums those of each token: ``rows`` ``[routes.rows, H]`` to ``output`` ``[T, H]``;
         sums begin with the biases, ``[T, H]``."""
 
 @final
-class MoeHandle:
-    """Along which rows go; see :meth:`Moe.notify`. Matrices are bytes of 32-bit integers."""
+class MoeByTokenRoutes:
+    """The routes of a dispatch by token: which rank gets which rows from which; see :meth:`Moe.notify`. Matrices are bytes of
+    32-bit integers."""
 
     @property
     def rows(self) -> int:
@@ -951,8 +953,8 @@ class MoeHandle:
 
     @property
     def overflow(self) -> bool:
-        """Whether more rows are routed here than the capacity holds. This and the matrices are those of a handle on the host; one
-        on a GPU has them there, and ``TypeError`` is raised."""
+        """Whether more rows are routed here than the capacity holds. This and the matrices are those of routes on the host;
+        routes on a GPU have them there, and ``TypeError`` is raised."""
 
     @property
     def num_tokens(self) -> int:
@@ -984,23 +986,23 @@ class MoeHandle:
 
     @property
     def words(self) -> bytes:
-        """All that there is to a handle on the host along which rows have been dispatched; see :meth:`Moe.handle_of`."""
+        """All that there is to routes on the host along which rows have been dispatched; see :meth:`Moe.routes_of`."""
 
     def keep_sources_in(self, sources: _Array) -> None:
-        """From now on a handle on a GPU keeps the token of each row in an array of the caller's, int32 ``[rows]``, which lives as
-        long as the handle, and as graphs that have its calls."""
+        """From now on routes on a GPU keep the token of each row in an array of the caller's, int32 ``[rows]``, which lives as
+        long as the routes, and as graphs that have calls along them."""
 
 @final
-class MoeHybrid:
-    """Dispatch and combine by a routing map: what :mod:`antiphon.moe` is made of, which makes the arrays that these methods fill.
+class MoeByExpert:
+    """Dispatch by a routing map to rows by expert, and the combine of these: what :mod:`antiphon.moe` is made of, which makes the arrays that these methods fill.
 
     It shares the memory of a :class:`Moe`, and its rules: all ranks make the same calls in the same order.
     """
 
     def __new__(cls, moe: Moe) -> Self: ...
     @staticmethod
-    def handle_words(world_size: int, num_experts: int, num_tokens: int) -> list[tuple[str, int, int]]:
-        """Of what a handle keeps on a GPU, in 32-bit integers, where each part begins and ends; at last ``all``."""
+    def route_words(world_size: int, num_experts: int, num_tokens: int) -> list[tuple[str, int, int]]:
+        """Of what routes keep on a GPU, in 32-bit integers, where each part begins and ends; at last ``all``."""
 
     def notify(
         self,
@@ -1012,19 +1014,19 @@ class MoeHybrid:
         capacity: int | None = None,
         max_tokens: int | None = None,
         words: _Array | None = None,
-    ) -> MoeHybridHandle:
-        """Tells all ranks how many rows go from whom to whom, as ``routing_map``, bool or uint8 ``[T, E]``, says. ``x``, ``[T, H]``,
+    ) -> MoeByExpertRoutes:
+        """Tells all ranks how many rows each rank sends to each other rank, as ``routing_map``, bool or uint8 ``[T, E]``, says. ``x``, ``[T, H]``,
         and ``scales`` say what rows of the first dispatch will be.
 
         With ``pad_multiple`` rows are ordered by expert, and those of each expert padded to a multiple of it; without one, by
         token. ``capacity`` sets the number of rows; ``max_tokens``, equal on all ranks, is then the most tokens of any rank.
 
-        On a GPU the handle keeps what :meth:`handle_words` says in ``words``, int32, if they are given, which then live as long as
-        the handle, and as graphs that have its calls. Without a capacity the call waits for the counts, and cannot be captured."""
+        On a GPU the routes keep what :meth:`route_words` says in ``words``, int32, if they are given, which then live as long as
+        the routes, and as graphs that have calls along them. Without a capacity the call waits for the counts, and cannot be captured."""
 
     def dispatch(
         self,
-        handle: MoeHybridHandle,
+        routes: MoeByExpertRoutes,
         x: _Array,
         received_x: _Array,
         *,
@@ -1033,24 +1035,24 @@ class MoeHybrid:
         probs: _Array | None = None,
         received_probs: _Array | None = None,
     ) -> None:
-        """Moves tokens along a handle: ``received_x`` ``[P, H]`` by expert, ``[N, H]`` by token. ``scales`` go along as they are;
+        """Moves tokens along routes: ``received_x`` ``[P, H]`` by expert, ``[N, H]`` by token. ``scales`` go along as they are;
         of ``probs`` (float32 ``[T, E]``) come those of chosen experts: ``[P]``, or ``[N, L]`` with 0 elsewhere."""
 
     def combine(
         self,
-        handle: MoeHybridHandle,
+        routes: MoeByExpertRoutes,
         rows: _Array,
         output: _Array,
         *,
         probs: _Array | None = None,
         output_probs: _Array | None = None,
     ) -> None:
-        """Moves ``rows`` (``[P, H]`` or ``[N, H]``) back along a handle, and sums those of each token: ``output``, ``[T, H]``.
+        """Moves ``rows`` (``[P, H]`` or ``[N, H]``) back along routes, and sums those of each token: ``output``, ``[T, H]``.
         ``probs`` (``[P]`` or ``[N, L]``) come back in ``output_probs``, ``[T, E]``, with 0 where there are none."""
 
 @final
-class MoeHybridHandle:
-    """Along which rows go; see :meth:`MoeHybrid.notify`."""
+class MoeByExpertRoutes:
+    """The routes of a dispatch by expert: which rank gets which rows from which; see :meth:`MoeByExpert.notify`."""
 
     @property
     def rows(self) -> int:
@@ -1069,12 +1071,12 @@ class MoeHybridHandle:
     @property
     def overflow(self) -> bool:
         """Whether rows were dropped because the capacity has no room for them. This, :attr:`received_as` and :attr:`places` are those
-        of a handle on the host; one on a GPU has them there, and ``TypeError`` is raised."""
+        of routes on the host; routes on a GPU have them there, and ``TypeError`` is raised."""
 
     @property
     def rows_needed(self) -> int:
-        """How many rows by expert there would be without a capacity, with the padding. A handle on a GPU has the number there, and
-        ``TypeError`` is raised."""
+        """How many rows by expert there would be without a capacity, with the padding. Routes on a GPU have the number there,
+        and ``TypeError`` is raised."""
 
     @property
     def tokens_per_expert(self) -> list[int] | None:
@@ -1099,13 +1101,13 @@ class MoeHybridHandle:
         ``max_tokens``."""
 
     def keep_places_in(self, places: _Array) -> None:
-        """From now on the places stand in this array on the GPU, int32 ``[num_places, L]``, which lives as long as the handle, and
-        as graphs that have its calls."""
+        """From now on the places stand in this array on the GPU, int32 ``[num_places, L]``, which lives as long as the routes, and
+        as graphs that have calls along them."""
 
 @final
-class MoeLowLatency:
-    """Low-latency dispatch and combine of a communicator, on host memory or between GPUs: what :mod:`antiphon.moe` is made of,
-    which makes the arrays that these methods fill.
+class MoeSlots:
+    """Dispatch of few tokens to slots of experts, and the combine from these, on host memory or between GPUs: what
+    :mod:`antiphon.moe` is made of, which makes the arrays that these methods fill.
 
     All ranks make it together, with equal numbers: the largest that calls may have. ``device`` is the number of this rank's
     GPU; without one, arrays are in host memory. Methods but :meth:`check` and :meth:`bytes` are collective. On host memory they
@@ -1148,7 +1150,7 @@ class MoeLowLatency:
         statistics: _Array | None = None,
         waits: _Array | None = None,
         start: bool = False,
-    ) -> tuple[MoeLowLatencyHandle, Pending[None] | None]:
+    ) -> tuple[MoeSlotRoutes, Pending[None] | None]:
         """Moves the tokens ``x`` (bfloat16 ``[T, H]``) to the slots of the experts ``ids`` (``[T, K]``) that they choose:
         ``received_x`` ``[L, R * M, H]``, bfloat16 or 8 bits as ``format`` (``bf16``, ``fp8``, ``fp8_powers_of_two``,
         ``fp8_packed``) says, with ``received_scales``, float32 ``[L, H / 128, R * M]`` or int32 ``[L, H / 512, R * M]``.
@@ -1156,13 +1158,13 @@ class MoeLowLatency:
         slots are filled; ``counts`` is added to ``statistics``. To ``waits`` (int64 ``[R]``) the nanoseconds are added that
         this rank waited for each other rank.
 
-        With ``start`` the call returns before it has received, with a handle: on host memory the operation goes on meanwhile, and
-        waiting for the handle is waiting for its end. On a GPU the call only sends, and waiting for the handle puts the
+        With ``start`` the call returns before it has received, with a :class:`Pending`: on host memory the operation goes on meanwhile, and
+        waiting for that is waiting for its end. On a GPU the call only sends, and waiting for the :class:`Pending` puts the
         receiving kernel, whose deadline starts then, into the current stream; no other call may come before."""
 
     def combine(
         self,
-        handle: MoeLowLatencyHandle,
+        routes: MoeSlotRoutes,
         rows: _Array,
         ids: _Array,
         weights: _Array,
@@ -1172,14 +1174,14 @@ class MoeLowLatency:
         waits: _Array | None = None,
         start: bool = False,
     ) -> Pending[None] | None:
-        """Moves ``rows`` (bfloat16 ``[L, R * M, H]``) back along a handle, and sums those of each token with its ``weights``
+        """Moves ``rows`` (bfloat16 ``[L, R * M, H]``) back along routes, and sums those of each token with its ``weights``
         (float32 ``[T, K]``): ``output``, bfloat16 ``[T, H]``. Choices of ``ids`` that name no expert are left out. ``format``, equal on
         all ranks, is that in which rows are sent: ``"bf16"``, or ``"logfmt"``, which loses digits. ``waits`` and ``start`` are as for
         :meth:`dispatch`."""
 
 @final
-class MoeLowLatencyHandle:
-    """Where rows went; see :meth:`MoeLowLatency.dispatch`."""
+class MoeSlotRoutes:
+    """The routes of a dispatch to slots: which rank has which rows from which; see :meth:`MoeSlots.dispatch`."""
 
     @property
     def num_tokens(self) -> int | None:

@@ -140,12 +140,12 @@ mod tests {
         let dispatch = Signature { operation: Operation::Dispatch, algorithm: 1, ..rows };
         assert_eq!(dispatch.to_string(), "dispatch(rows of 7168 × bf16, 256 experts, top-8, blocking)");
         let bounded = Signature {
-            operation: Operation::LowLatencyDispatch,
+            operation: Operation::DispatchToSlots,
             count: Count::bounded_rows(7168, 128),
             algorithm: 2,
             ..rows
         };
-        let expected = "low_latency_dispatch(up to 128 rows of 7168 × bf16, 256 experts, top-8, fp8)";
+        let expected = "dispatch_to_slots(up to 128 rows of 7168 × bf16, 256 experts, top-8, fp8)";
         assert_eq!(bounded.to_string(), expected);
         let combine = Signature { operation: Operation::Combine, count: Count::rows(7168, 3), ..rows };
         let expected = "combine(rows of 7168 × bf16 as call 3 routed them, 256 experts, top-8)";

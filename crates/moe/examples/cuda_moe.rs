@@ -8,9 +8,9 @@ use std::{error::Error as StdError, time::Instant};
 use antiphon_device::cuda::{Context, DeviceMemory, Driver, Event, Graph, Stream, memory};
 use antiphon_fabric::{Communicator, LocalWorld};
 use antiphon_moe::{
-    Choices, Combine, Dispatch, HybridCapacity, HybridCombine, HybridDispatch, HybridOrder, HybridRouting,
-    HybridTokens, MoeConfig, Routing, RowFormat, Tokens,
-    cuda::{CudaHandle, CudaMoe, HandleMemory},
+    ByExpertCapacity, ByExpertCombine, ByExpertDispatch, ByExpertOrder, ByExpertRouting, ByExpertTokens,
+    Choices, Combine, Dispatch, MoeConfig, Routing, RowFormat, Tokens,
+    cuda::{CudaByTokenRoutes, CudaMoe, RouteMemory},
     layout,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
@@ -135,23 +135,23 @@ fn rank_main(
             capacity: None,
         };
         // SAFETY: the routing is not written, here and below.
-        let handle = unsafe { moe.notify(&routing, HandleMemory::Own, stream.borrow()) }?;
+        let routes = unsafe { moe.notify(&routing, RouteMemory::Own, stream.borrow()) }?;
         comm.barrier()?;
         let start = Instant::now();
         for _ in 0..CALLS {
             // SAFETY: as above.
-            drop(unsafe { moe.notify(&routing, HandleMemory::Own, stream.borrow()) }?);
+            drop(unsafe { moe.notify(&routing, RouteMemory::Own, stream.borrow()) }?);
         }
         let notify = start.elapsed().as_secs_f64() * 1e6 / CALLS as f64;
         let waits_for_nothing = Routing { capacity: Some(tokens * world_size), ..routing.clone() };
         let exchange = || {
             // SAFETY: as above.
-            drop(unsafe { moe.notify(&waits_for_nothing, HandleMemory::Own, stream.borrow()) }?);
+            drop(unsafe { moe.notify(&waits_for_nothing, RouteMemory::Own, stream.borrow()) }?);
             Ok(())
         };
         let calls =
-            Calls { comm, context: &context, stream: &stream, moe: &moe, handle: &handle, flushed: &flushed };
-        let rows = handle.rows();
+            Calls { comm, context: &context, stream: &stream, moe: &moe, routes: &routes, flushed: &flushed };
+        let rows = routes.rows();
         let sent: usize = layout.tokens_per_rank.iter().map(|&count| count as usize).sum::<usize>()
             - layout.tokens_per_rank[comm.rank()] as usize;
         let bandwidth = if world_size == 2 { 365e9 } else { 352e9 };
@@ -231,33 +231,33 @@ fn rank_main(
                 },
             })
         })?;
-        // The hybrid form takes a routing map and brings rows by expert.
-        let order = |rows| HybridOrder::Experts {
+        // By expert: a routing map, and rows ordered by expert.
+        let order = |rows| ByExpertOrder::Experts {
             pad_multiple: 32,
-            capacity: (rows > 0).then_some(HybridCapacity { rows, max_tokens: tokens }),
+            capacity: (rows > 0).then_some(ByExpertCapacity { rows, max_tokens: tokens }),
         };
         let format = RowFormat { hidden: HIDDEN, dtype: DType::BF16, scales: None };
-        let routing = |rows| HybridRouting { map: map.view(device), order: order(rows), format };
+        let routing = |rows| ByExpertRouting { map: map.view(device), order: order(rows), format };
         // SAFETY: the map is not written, here and below.
-        let by_map = unsafe { moe.hybrid_notify(&routing(0), HandleMemory::Own, stream.borrow()) }?;
+        let by_map = unsafe { moe.notify_by_expert(&routing(0), RouteMemory::Own, stream.borrow()) }?;
         let by_expert = Tensor::new(&context, DType::BF16, [by_map.rows(), HIDDEN])?;
-        time("hybrid notify", 0, &|| {
+        time("notify by expert", 0, &|| {
             let waits_for_nothing = routing(by_map.rows());
             // SAFETY: as above.
-            drop(unsafe { moe.hybrid_notify(&waits_for_nothing, HandleMemory::Own, stream.borrow()) }?);
+            drop(unsafe { moe.notify_by_expert(&waits_for_nothing, RouteMemory::Own, stream.borrow()) }?);
             Ok(())
         })?;
-        time("hybrid dispatch bf16", bytes(HIDDEN * 2), &|| {
+        time("dispatch by expert bf16", bytes(HIDDEN * 2), &|| {
             let (tokens, received) =
-                (HybridTokens::of(x.view(device)), HybridTokens::of(by_expert.view_mut(device)));
-            let call = HybridDispatch { tokens, received };
+                (ByExpertTokens::of(x.view(device)), ByExpertTokens::of(by_expert.view_mut(device)));
+            let call = ByExpertDispatch { tokens, received };
             // SAFETY: the tensors live until the stream has been waited for.
-            Ok(unsafe { moe.hybrid_dispatch(&by_map, call, stream.borrow()) }?)
+            Ok(unsafe { moe.dispatch_by_expert(&by_map, call, stream.borrow()) }?)
         })?;
-        time("hybrid combine bf16", bytes(HIDDEN * 2), &|| {
-            let call = HybridCombine::of(by_expert.view(device), x.view_mut(device));
+        time("combine by expert bf16", bytes(HIDDEN * 2), &|| {
+            let call = ByExpertCombine::of(by_expert.view(device), x.view_mut(device));
             // SAFETY: as above.
-            Ok(unsafe { moe.hybrid_combine(&by_map, call, stream.borrow()) }?)
+            Ok(unsafe { moe.combine_by_expert(&by_map, call, stream.borrow()) }?)
         })?;
         stream.borrow().synchronize()?;
         comm.barrier()?;
@@ -271,7 +271,7 @@ struct Calls<'a> {
     context: &'a Context,
     stream: &'a Stream,
     moe: &'a CudaMoe,
-    handle: &'a CudaHandle,
+    routes: &'a CudaByTokenRoutes,
     flushed: &'a DeviceMemory,
 }
 
@@ -280,12 +280,12 @@ type Call<'c> = &'c dyn Fn() -> Result<(), Error>;
 impl Calls<'_> {
     fn dispatch(&self, call: Dispatch<'_>) -> Result<(), Error> {
         // SAFETY: what the call names lives until the stream has been waited for.
-        Ok(unsafe { self.moe.dispatch(self.handle, call, self.stream.borrow()) }?)
+        Ok(unsafe { self.moe.dispatch(self.routes, call, self.stream.borrow()) }?)
     }
 
     fn combine(&self, call: Combine<'_>) -> Result<(), Error> {
         // SAFETY: as above.
-        Ok(unsafe { self.moe.combine(self.handle, call, self.stream.borrow()) }?)
+        Ok(unsafe { self.moe.combine(self.routes, call, self.stream.borrow()) }?)
     }
 
     /// The median of what the slowest rank measures.

@@ -1,28 +1,28 @@
 //! What instances are made with.
 
-use crate::low_latency::LowLatency;
+use crate::slots::SlotLimits;
 
 /// What a [`Moe`](crate::Moe) or a [`CudaMoe`](crate::cuda::CudaMoe) is made with; equal on all ranks.
 ///
 /// ```
-/// use antiphon_moe::{MoeConfig, low_latency::LowLatency};
+/// use antiphon_moe::{MoeConfig, slots::SlotLimits};
 ///
-/// let decoding = LowLatency { max_tokens: 128, hidden: 7168, num_experts: 256, top_k: 8 };
-/// let config = MoeConfig { low_latency: Some(decoding), ..MoeConfig::for_gpus() };
+/// let decoding = SlotLimits { max_tokens: 128, hidden: 7168, num_experts: 256, top_k: 8 };
+/// let config = MoeConfig { slots: Some(decoding), ..MoeConfig::for_gpus() };
 /// assert_eq!(config.num_sms, 24);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MoeConfig {
-    /// Bytes of the region of each rank through which rows travel: at least two rows with what travels beside them. A larger
+    /// Bytes of the region of each rank through which rows travel: at least two rows with their scales and choices. A larger
     /// one means fewer pieces, which on the host gain nothing once a half is beyond the caches. Between GPUs 0 makes an instance
-    /// for low-latency calls alone.
+    /// for calls to slots alone.
     pub region_bytes: usize,
-    /// How many multiprocessors a call of the normal form uses, at most. The host has none.
+    /// How many multiprocessors a call by token or by expert uses, at most. The host has none.
     pub num_sms: u32,
-    /// The largest low-latency calls. Between GPUs they have memory of their own, of
-    /// [`LowLatency::bytes`]; without this there is none, and such calls are refused. On the host they need no memory, and
+    /// The largest calls to slots. Between GPUs such calls have memory of their own, of
+    /// [`SlotLimits::bytes`]; without this there is none, and such calls are refused. On the host they need no memory, and
     /// without this any are served.
-    pub low_latency: Option<LowLatency>,
+    pub slots: Option<SlotLimits>,
 }
 
 impl MoeConfig {
@@ -38,6 +38,6 @@ impl MoeConfig {
 /// The default on the host: regions of 8 MiB.
 impl Default for MoeConfig {
     fn default() -> Self {
-        Self { region_bytes: 8 << 20, num_sms: Self::NUM_SMS, low_latency: None }
+        Self { region_bytes: 8 << 20, num_sms: Self::NUM_SMS, slots: None }
     }
 }

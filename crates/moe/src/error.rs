@@ -77,9 +77,17 @@ pub enum MoeError {
         /// What it would wait for, and what may be captured instead.
         problem: &'static str,
     },
-    /// A handle of another instance, or one along which no rows were dispatched yet.
-    #[error("{call}: the handle is {problem}")]
-    Handle {
+    /// Routes of another instance, or ones along which no rows were dispatched yet.
+    #[error("{call}: the routes are {problem}")]
+    Routes {
+        /// The call.
+        call: &'static str,
+        /// What is wrong with them.
+        problem: &'static str,
+    },
+    /// The second half of a call of another instance, or one that has been received.
+    #[error("{call}: the second half is {problem}")]
+    Half {
         /// The call.
         call: &'static str,
         /// What is wrong with it.
@@ -98,7 +106,7 @@ pub enum MoeError {
     Region {
         /// The call.
         call: &'static str,
-        /// Bytes of a row with what travels beside it.
+        /// Bytes of a row with its scales and choices.
         needed: usize,
         /// Bytes of half a region.
         half: usize,

@@ -6,13 +6,13 @@ use antiphon_fabric::Communicator;
 
 use crate::{
     MoeConfig,
+    by_expert::{self, ByExpertCombine, ByExpertDispatch, ByExpertRoutes, ByExpertRouting},
+    by_token::{self, Combine, Dispatch, Routing},
     error::{MoeError, Result, refused},
-    handle::Handle,
-    hybrid::{self, HybridCombine, HybridDispatch, HybridHandle, HybridRouting},
     layout::MAX_WORLD,
-    low_latency::{self, LowLatency, LowLatencyCombine, LowLatencyDispatch, LowLatencyHandle},
-    normal::{self, Combine, Dispatch, Routing},
     region::Region,
+    routes::ByTokenRoutes,
+    slots::{self, SlotCombine, SlotDispatch, SlotLimits, SlotRoutes},
 };
 
 /// Dispatch and combine between the ranks of a communicator, on host memory.
@@ -21,12 +21,12 @@ use crate::{
 /// [`close`](Self::close) gives the memory back before the communicator ends.
 pub struct Moe {
     pub(crate) region: Region,
-    /// Distinguishes handles of this instance from those of others.
+    /// Distinguishes routes of this instance from those of others.
     pub(crate) token: Arc<()>,
     /// The number of this instance among those of its communicator, in the order in which they were made.
     pub(crate) number: u32,
-    /// The largest low-latency calls, if they are limited.
-    pub(crate) low_latency: Option<LowLatency>,
+    /// The largest calls to slots, if they are limited.
+    pub(crate) slots: Option<SlotLimits>,
 }
 
 impl std::fmt::Debug for Moe {
@@ -35,11 +35,11 @@ impl std::fmt::Debug for Moe {
     }
 }
 
-/// The numbers of instances and handles that a communicator has had, which are equal on all ranks.
+/// The numbers of instances and routes that a communicator has had, which are equal on all ranks.
 #[derive(Default)]
 struct Numbers {
     instances: Cell<u32>,
-    handles: Cell<u32>,
+    routes: Cell<u32>,
 }
 
 /// Counts on, past 0.
@@ -67,7 +67,7 @@ impl Moe {
         comm.check_one_node("a mixture of experts")?;
         let region = Region::new(comm.create_shared_buffer(config.region_bytes)?);
         let (token, number) = (Arc::new(()), next(&numbers(comm).instances));
-        Ok(Self { region, token, number, low_latency: config.low_latency })
+        Ok(Self { region, token, number, slots: config.slots })
     }
 
     /// Bytes of a rank's region.
@@ -75,122 +75,123 @@ impl Moe {
         self.region.buffer().len()
     }
 
-    /// Tells all ranks how many rows go from whom to whom. The handle has what comes to this rank, and along it rows go as
-    /// often as they are dispatched and combined.
+    /// Tells all ranks how many rows each rank sends to each other rank. The routes say which rows come to this rank; any number of
+    /// dispatches and combines may go along them.
     ///
     /// # Errors
     /// [`MoeError`]: arguments that make no sense; ranks that differ in hidden size, dtype, experts or choices per token, or
     /// in whether there is a capacity ([`Mismatch`](antiphon_fabric::FabricError::Mismatch), on every rank).
-    pub fn notify(&mut self, comm: &Communicator, routing: &Routing<'_>) -> Result<Handle> {
+    pub fn notify(&mut self, comm: &Communicator, routing: &Routing<'_>) -> Result<ByTokenRoutes> {
         self.belongs_to(comm, "dispatch")?;
-        normal::notify(self, comm, routing)
+        by_token::notify(self, comm, routing)
     }
 
-    /// Moves rows along a handle: the tokens of every rank to where the handle says, in the order of source rank and token.
+    /// Moves rows along routes: the tokens of every rank to where the routes say, in the order of source rank and token.
     ///
     /// # Errors
-    /// As [`notify`](Self::notify), and [`MoeError::Handle`].
-    pub fn dispatch(&mut self, comm: &Communicator, handle: &Handle, call: Dispatch<'_>) -> Result<()> {
-        self.owns(comm, &handle.owner, "dispatch")?;
-        normal::dispatch(self, comm, handle, call)
+    /// As [`notify`](Self::notify), and [`MoeError::Routes`].
+    pub fn dispatch(
+        &mut self,
+        comm: &Communicator,
+        routes: &ByTokenRoutes,
+        call: Dispatch<'_>,
+    ) -> Result<()> {
+        self.owns(comm, &routes.owner, "dispatch")?;
+        by_token::dispatch(self, comm, routes, call)
     }
 
-    /// Moves rows back along a handle, and sums those of each token, in the order of biases and ranks.
+    /// Moves rows back along routes, and sums those of each token, in the order of biases and ranks.
     ///
     /// # Errors
-    /// As [`dispatch`](Self::dispatch); [`MoeError::Handle`] also for a handle along which nothing was dispatched yet.
-    pub fn combine(&mut self, comm: &Communicator, handle: &Handle, call: Combine<'_>) -> Result<()> {
-        self.owns(comm, &handle.owner, "combine")?;
-        normal::combine(self, comm, handle, call)
+    /// As [`dispatch`](Self::dispatch); [`MoeError::Routes`] also for routes along which nothing was dispatched yet.
+    pub fn combine(&mut self, comm: &Communicator, routes: &ByTokenRoutes, call: Combine<'_>) -> Result<()> {
+        self.owns(comm, &routes.owner, "combine")?;
+        by_token::combine(self, comm, routes, call)
     }
 
-    /// The handle that [`Handle::to_words`] gave words of, on this rank, of this instance.
+    /// The routes that [`ByTokenRoutes::to_words`] gave words of, on this rank, of this instance.
     ///
     /// # Errors
-    /// [`MoeError::Handle`] for words that are none of it.
-    pub fn handle_from_words(
+    /// [`MoeError::Routes`] for words that are not those of routes.
+    pub fn routes_from_words(
         &self,
         comm: &Communicator,
         num_experts: usize,
         words: &[u32],
-    ) -> Result<Handle> {
+    ) -> Result<ByTokenRoutes> {
         let place = (comm.rank(), comm.world_size());
-        Handle::from_words(words, &self.token, place, num_experts).ok_or(MoeError::Handle {
+        ByTokenRoutes::from_words(words, &self.token, place, num_experts).ok_or(MoeError::Routes {
             call: "combine",
-            problem: "made of words that are not those of a handle",
+            problem: "made of words that are not those of routes",
         })
     }
 
-    /// Moves few tokens, at most [`max_tokens`](LowLatencyDispatch::max_tokens) of each rank, to the slots of the experts that they
-    /// choose; see [`low_latency`]. The handle is for their combine.
+    /// Moves few tokens, at most [`max_tokens`](SlotDispatch::max_tokens) of each rank, to the slots of the experts that they
+    /// choose; see [`slots`]. The routes are for their combine.
     ///
     /// # Errors
     /// [`MoeError`]: arguments that make no sense; ranks that differ in hidden size, format, experts, choices per token or
     /// `max_tokens` ([`Mismatch`](antiphon_fabric::FabricError::Mismatch), on every rank).
-    pub fn low_latency_dispatch(
-        &mut self,
-        comm: &Communicator,
-        call: LowLatencyDispatch<'_>,
-    ) -> Result<LowLatencyHandle> {
-        self.belongs_to(comm, "low_latency_dispatch")?;
-        low_latency::dispatch(self, comm, call)
+    pub fn dispatch_to_slots(&mut self, comm: &Communicator, call: SlotDispatch<'_>) -> Result<SlotRoutes> {
+        self.belongs_to(comm, "dispatch_to_slots")?;
+        slots::dispatch(self, comm, call)
     }
 
-    /// Moves what the experts made of their slots back to the tokens, weighs and sums it.
+    /// Moves the rows that the experts made of their slots back to the tokens, weighs and sums them.
     ///
     /// # Errors
-    /// As [`low_latency_dispatch`](Self::low_latency_dispatch), and [`MoeError::Handle`].
-    pub fn low_latency_combine(
+    /// As [`dispatch_to_slots`](Self::dispatch_to_slots), and [`MoeError::Routes`].
+    pub fn combine_from_slots(
         &mut self,
         comm: &Communicator,
-        handle: &LowLatencyHandle,
-        call: LowLatencyCombine<'_>,
+        routes: &SlotRoutes,
+        call: SlotCombine<'_>,
     ) -> Result<()> {
-        self.belongs_to(comm, "low_latency_combine")?;
-        low_latency::combine(self, comm, handle, call)
+        self.owns(comm, &routes.owner, "combine_from_slots")?;
+        slots::combine(self, comm, routes, call)
     }
 
-    /// Tells all ranks how many rows go from whom to whom, by routing maps; see [`hybrid`].
+    /// Tells all ranks how many rows each rank sends to each other rank, by routing maps; see [`by_expert`].
     ///
     /// # Errors
     /// [`MoeError`]: arguments that make no sense; ranks that differ in hidden size, dtype, experts, or in whether there is a
     /// capacity and in its `max_tokens` ([`Mismatch`](antiphon_fabric::FabricError::Mismatch), on every rank).
-    pub fn hybrid_notify(
+    pub fn notify_by_expert(
         &mut self,
         comm: &Communicator,
-        routing: &HybridRouting<'_>,
-    ) -> Result<HybridHandle> {
-        self.belongs_to(comm, "hybrid_dispatch")?;
-        hybrid::notify(self, comm, routing)
+        routing: &ByExpertRouting<'_>,
+    ) -> Result<ByExpertRoutes> {
+        self.belongs_to(comm, "dispatch_by_expert")?;
+        by_expert::notify(self, comm, routing)
     }
 
-    /// Moves rows along a handle: the tokens of every rank to a row for each of their experts.
+    /// Moves rows along routes: the tokens of every rank to a row for each of their experts.
     ///
     /// # Errors
-    /// As [`hybrid_notify`](Self::hybrid_notify), and [`MoeError::Handle`].
-    pub fn hybrid_dispatch(
+    /// As [`notify_by_expert`](Self::notify_by_expert), and [`MoeError::Routes`].
+    pub fn dispatch_by_expert(
         &mut self,
         comm: &Communicator,
-        handle: &HybridHandle,
-        call: HybridDispatch<'_>,
+        routes: &ByExpertRoutes,
+        call: ByExpertDispatch<'_>,
     ) -> Result<()> {
-        self.owns(comm, &handle.owner, "hybrid_dispatch")?;
-        hybrid::dispatch(self, comm, handle, call)
+        self.owns(comm, &routes.owner, "dispatch_by_expert")?;
+        by_expert::dispatch(self, comm, routes, call)
     }
 
-    /// Moves rows back along a handle, and sums those of each token: on each rank in the order of experts, then in that of ranks.
+    /// Moves rows back along routes, and sums those of each token: on each rank in the order of experts, then in that of ranks.
     ///
     /// # Errors
-    /// As [`hybrid_dispatch`](Self::hybrid_dispatch); [`MoeError::Handle`] also for a handle along which nothing was dispatched
+    /// As [`dispatch_by_expert`](Self::dispatch_by_expert); [`MoeError::Routes`] also for routes along which nothing was dispatched
     /// yet.
-    pub fn hybrid_combine(
+    pub fn combine_by_expert(
         &mut self,
         comm: &Communicator,
-        handle: &HybridHandle,
-        call: HybridCombine<'_>,
+        routes: &ByExpertRoutes,
+        call: ByExpertCombine<'_>,
     ) -> Result<()> {
-        self.owns(comm, &handle.owner, "hybrid_combine")?;
-        hybrid::combine(self, comm, handle, call)
+        self.owns(comm, &routes.owner, "combine_by_expert")?;
+        by_expert::combine(self, comm, routes, call)
     }
 
     /// Gives the regions back; all ranks call it alike.
@@ -212,12 +213,12 @@ impl Moe {
         self.belongs_to(comm, call)?;
         match Arc::ptr_eq(owner, &self.token) {
             true => Ok(()),
-            false => Err(MoeError::Handle { call, problem: "of another instance" }),
+            false => Err(MoeError::Routes { call, problem: "of another instance" }),
         }
     }
 }
 
-/// The number of a new handle: drawn when ranks have agreed on it, so that all draw equally often.
-pub(crate) fn next_handle(comm: &Communicator) -> u32 {
-    next(&numbers(comm).handles)
+/// Draws the number of new routes, when the ranks have agreed on the call, so that all draw equally often.
+pub(crate) fn next_routes(comm: &Communicator) -> u32 {
+    next(&numbers(comm).routes)
 }

@@ -7,13 +7,13 @@ use antiphon_tensor::DType;
 use antiphon_testing::{disassembler, nvrtc};
 
 use crate::{
-    hybrid::family::{Experts, HybridMoving, HybridSumming, Listing, Placing},
+    by_expert::family::{ByExpertMoving, ByExpertSumming, Experts, Listing, Placing},
+    by_token::cuda::{Moving, Notifying, Staging, Summing},
     layout::cuda::Counting,
-    low_latency::{
-        CombineFormat, LowLatencyFormat,
+    slots::{
+        CombineFormat, SlotFormat,
         family::{Combining, Dispatching, Marks, Phases},
     },
-    normal::cuda::{Moving, Notifying, Staging, Summing},
 };
 
 const ARCHITECTURES: [Architecture; 3] = [Architecture::SM_80, Architecture::SM_90A, Architecture::SM_100A];
@@ -78,14 +78,14 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         variants.push(variant(Listing, world_size, architecture, &[]));
         variants.push(variant(Placing, world_size, architecture, &[]));
         let experts = if world_size == MAX_WORLD { Experts::Many } else { Experts::Few };
-        let mut moving = variant(HybridMoving { staging, experts }, world_size, architecture, rows);
+        let mut moving = variant(ByExpertMoving { staging, experts }, world_size, architecture, rows);
         moving.takes_all = experts == Experts::Many && staging == Staging::Bulk;
         if staging == Staging::Registers {
             moving.rules.local_bytes = 56; // registers outside the loops
         }
         variants.push(moving);
         let dtype = if world_size == 4 { DType::F32 } else { DType::BF16 };
-        let summing = HybridSumming::new(dtype, staging, experts).unwrap();
+        let summing = ByExpertSumming::new(dtype, staging, experts).unwrap();
         let mut summing = variant(summing, world_size, architecture, &["LDG.128.STRONG.SYS"]);
         summing.rules.local_bytes = 56; // registers outside the loops
         variants.push(summing);
@@ -99,17 +99,17 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         let family = Dispatching::new(phases, format, world_size, Marks::Few);
         let mut dispatching = variant(family, world_size, architecture, of_phases(phases));
         dispatching.rules.forbidden = &[]; // a correctly rounded division is made of them
-        if phases == Phases::Both && format == LowLatencyFormat::Fp8 {
+        if phases == Phases::Both && format == SlotFormat::Fp8 {
             dispatching.rules.local_bytes = 8; // a register outside the loops
         }
         variants.push(dispatching);
     };
-    dispatching(Phases::Both, LowLatencyFormat::Fp8Packed, 2);
+    dispatching(Phases::Both, SlotFormat::Fp8Packed, 2);
     for world_size in [2, MAX_WORLD] {
-        dispatching(Phases::Both, LowLatencyFormat::Bf16, world_size);
-        dispatching(Phases::Both, LowLatencyFormat::Fp8, world_size);
-        dispatching(Phases::Send, LowLatencyFormat::Fp8, world_size);
-        dispatching(Phases::Receive, LowLatencyFormat::Fp8, world_size);
+        dispatching(Phases::Both, SlotFormat::Bf16, world_size);
+        dispatching(Phases::Both, SlotFormat::Fp8, world_size);
+        dispatching(Phases::Send, SlotFormat::Fp8, world_size);
+        dispatching(Phases::Receive, SlotFormat::Fp8, world_size);
     }
     for world_size in [2, MAX_WORLD] {
         for (phases, format) in [Phases::Both, Phases::Send, Phases::Receive]
@@ -178,10 +178,10 @@ fn every_kernel_compiles_for_a_rank_that_is_alone() {
         alone(Summing::new(DType::BF16, staging, 1).unwrap()),
         alone(Listing),
         alone(Placing),
-        alone(HybridMoving { staging, experts }),
-        alone(HybridSumming::new(DType::BF16, staging, experts).unwrap()),
-        alone(Dispatching::new(Phases::Both, LowLatencyFormat::Fp8, 1, Marks::Few)),
-        alone(Dispatching::new(Phases::Send, LowLatencyFormat::Bf16, 1, Marks::Many)),
+        alone(ByExpertMoving { staging, experts }),
+        alone(ByExpertSumming::new(DType::BF16, staging, experts).unwrap()),
+        alone(Dispatching::new(Phases::Both, SlotFormat::Fp8, 1, Marks::Few)),
+        alone(Dispatching::new(Phases::Send, SlotFormat::Bf16, 1, Marks::Many)),
         alone(Combining { phases: Phases::Both, format: CombineFormat::Bf16 }),
         alone(Combining { phases: Phases::Both, format: CombineFormat::LogFmt }),
         alone(Combining { phases: Phases::Receive, format: CombineFormat::LogFmt }),

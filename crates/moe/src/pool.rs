@@ -1,4 +1,4 @@
-//! Memory of a GPU that handles take and give back.
+//! Memory of a GPU, which routes take and give back.
 
 use std::sync::{Arc, PoisonError};
 
@@ -6,8 +6,8 @@ use antiphon_device::cuda::{Context, CudaError, DeviceMemory, DevicePointer, rel
 use antiphon_device::sync::Mutex;
 use antiphon_fabric::gpu::UntilIdle;
 
-/// Memory that no handle has. Calls of one tenant come one after the other, so what a handle gave back may be written by the
-/// next call, though a kernel along that handle may still be under way.
+/// Memory that no routes have. Calls of one tenant come one after the other, so what routes gave back may be written by the
+/// next call, though a kernel along those routes may still be under way.
 pub(crate) struct Pool {
     free: UntilIdle<Mutex<Vec<DeviceMemory>>>,
     context: Context,

@@ -5,8 +5,8 @@ use antiphon_fabric::{Communicator, Signature, Written};
 use crate::{
     Moe,
     error::{MoeError, Result},
-    handle::{Source, Token, Traffic, ranks},
     layout::MAX_WORLD,
+    routes::{Source, Token, Traffic, ranks},
 };
 
 /// What a rank says when it has no capacity.
@@ -96,10 +96,10 @@ pub(crate) fn row_mut(matrix: &mut [u8], bytes: usize, index: usize) -> &mut [u8
     &mut matrix[index * bytes..][..bytes]
 }
 
-/// Records of one size that go along the routes of a handle, one for each token and rank.
+/// Records of one size that go along routes, one for each token and rank.
 pub(crate) struct Records<'a> {
     pub(crate) call: &'static str,
-    /// It says what the size of a record depends on.
+    /// The signature says what the size of a record depends on.
     pub(crate) signature: Signature,
     pub(crate) bytes: usize,
     pub(crate) traffic: &'a Traffic,
@@ -137,7 +137,7 @@ impl Records<'_> {
             (0..traffic.world_size).map(|from| traffic.block(from, rank).start).collect();
         let mut sources = vec![Source { token: 0, slot: 0 }; traffic.kept_at(rank)];
         let mut own = vec![0; self.bytes];
-        // SAFETY: every rank moves records of one size, which the signature says, along handles of one call.
+        // SAFETY: every rank moves records of one size, which the signature says, along routes of one call.
         let mut rounds = unsafe { comm.rounds()? };
         moe.region.in_pieces(
             &mut rounds,
@@ -201,7 +201,7 @@ impl Records<'_> {
         let mut next: Vec<usize> = (0..world_size).map(|from| block(from).start).collect();
         // The next token to sum, its row or the next one among this rank's own, and its records that came in earlier pieces.
         let (mut index, mut own, mut early) = (0, next[rank], vec![0; bytes * world_size]);
-        // SAFETY: every rank moves records of one size, which the signature says, along handles of one call.
+        // SAFETY: every rank moves records of one size, which the signature says, along routes of one call.
         let mut rounds = unsafe { comm.rounds()? };
         moe.region.in_pieces(
             &mut rounds,

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use antiphon_fabric::{Communicator, FabricError, LocalWorld};
 use antiphon_moe::{
-    Combine, CombineFormat, Dispatch, Handle, HybridCombine, HybridDispatch, HybridHandle, HybridOrder,
-    HybridRouting, HybridTokens, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyHandle,
-    LowLatencyReceived, Moe, MoeConfig, MoeError, Routing, RowFormat, Tokens, layout,
+    ByExpertCombine, ByExpertDispatch, ByExpertOrder, ByExpertRoutes, ByExpertRouting, ByExpertTokens,
+    ByTokenRoutes, Combine, CombineFormat, Dispatch, Moe, MoeConfig, MoeError, ReceivedSlots, Routing,
+    RowFormat, SlotCombine, SlotDispatch, SlotFormat, SlotRoutes, Tokens, layout,
 };
 use antiphon_tensor::{DType, TensorView, TensorViewMut, bf16};
 use processes::{VICTIMS, World, kill_each, role, say, say_error};
@@ -35,7 +35,7 @@ impl<'a> Rank<'a> {
         Ok(Self { comm, moe, tokens: vec![1.0; count * HIDDEN], ids })
     }
 
-    fn notify(&mut self) -> Result<Handle, MoeError> {
+    fn notify(&mut self) -> Result<ByTokenRoutes, MoeError> {
         let world_size = self.comm.world_size();
         let ids = TensorView::new(&self.ids, &[self.ids.len() / world_size, world_size])?;
         let layout = layout(&ids, world_size, world_size)?;
@@ -43,27 +43,27 @@ impl<'a> Rank<'a> {
         self.moe.notify(self.comm, &Routing::of(&layout, format))
     }
 
-    fn dispatch(&mut self, handle: &Handle) -> Result<Vec<f32>, MoeError> {
-        let mut received = vec![0.0; handle.rows() * HIDDEN];
+    fn dispatch(&mut self, routes: &ByTokenRoutes) -> Result<Vec<f32>, MoeError> {
+        let mut received = vec![0.0; routes.rows() * HIDDEN];
         let call = Dispatch {
-            tokens: Tokens::of(TensorView::new(&self.tokens, &[handle.num_tokens(), HIDDEN])?),
-            received: Tokens::of(TensorViewMut::new(&mut received, &[handle.rows(), HIDDEN])?),
+            tokens: Tokens::of(TensorView::new(&self.tokens, &[routes.num_tokens(), HIDDEN])?),
+            received: Tokens::of(TensorViewMut::new(&mut received, &[routes.rows(), HIDDEN])?),
         };
-        self.moe.dispatch(self.comm, handle, call)?;
+        self.moe.dispatch(self.comm, routes, call)?;
         Ok(received)
     }
 
-    fn combine(&mut self, handle: &Handle, rows: &[f32]) -> Result<(), MoeError> {
+    fn combine(&mut self, routes: &ByTokenRoutes, rows: &[f32]) -> Result<(), MoeError> {
         let mut sums = vec![0.0; self.tokens.len()];
-        let output = TensorViewMut::new(&mut sums, &[handle.num_tokens(), HIDDEN])?;
-        let call = Combine::of(TensorView::new(rows, &[handle.rows(), HIDDEN])?, output);
-        self.moe.combine(self.comm, handle, call)?;
+        let output = TensorViewMut::new(&mut sums, &[routes.num_tokens(), HIDDEN])?;
+        let call = Combine::of(TensorView::new(rows, &[routes.rows(), HIDDEN])?, output);
+        self.moe.combine(self.comm, routes, call)?;
         assert!(sums.iter().all(|&sum| sum == self.comm.world_size() as f32));
         Ok(())
     }
 
     /// Sends some tokens to the slots of all experts; what comes.
-    fn low_latency_dispatch(&mut self) -> Result<(LowLatencyHandle, Vec<bf16>), MoeError> {
+    fn dispatch_to_slots(&mut self) -> Result<(SlotRoutes, Vec<bf16>), MoeError> {
         const TOKENS: usize = 64;
         let world_size = self.comm.world_size();
         let slots = world_size * TOKENS;
@@ -71,13 +71,13 @@ impl<'a> Rank<'a> {
         let mut rows = vec![bf16::from_f32(0.0); slots * HIDDEN];
         let (mut counts, mut source_tokens, mut layout_range) =
             ([0i32], vec![0i32; slots], vec![0i64; world_size]);
-        let call = LowLatencyDispatch {
+        let call = SlotDispatch {
             max_tokens: TOKENS,
             num_experts: world_size,
-            format: LowLatencyFormat::Bf16,
+            format: SlotFormat::Bf16,
             x: TensorView::new(&x, &[TOKENS, HIDDEN])?,
             ids: TensorView::new(&self.ids[..TOKENS * world_size], &[TOKENS, world_size])?,
-            received: LowLatencyReceived {
+            received: ReceivedSlots {
                 x: TensorViewMut::new(&mut rows, &[1, slots, HIDDEN])?,
                 scales: None,
                 counts: TensorViewMut::new(&mut counts, &[1])?,
@@ -87,16 +87,16 @@ impl<'a> Rank<'a> {
                 waits: None,
             },
         };
-        let handle = self.moe.low_latency_dispatch(self.comm, call)?;
+        let routes = self.moe.dispatch_to_slots(self.comm, call)?;
         assert_eq!(counts, [slots as i32]);
-        Ok((handle, rows))
+        Ok((routes, rows))
     }
 
-    fn low_latency_combine(&mut self, handle: &LowLatencyHandle, rows: &[bf16]) -> Result<(), MoeError> {
-        let (tokens, world_size) = (handle.num_tokens(), self.comm.world_size());
+    fn combine_from_slots(&mut self, routes: &SlotRoutes, rows: &[bf16]) -> Result<(), MoeError> {
+        let (tokens, world_size) = (routes.num_tokens(), self.comm.world_size());
         let weights = vec![1f32; tokens * world_size];
         let mut sums = vec![bf16::from_f32(0.0); tokens * HIDDEN];
-        let call = LowLatencyCombine {
+        let call = SlotCombine {
             format: CombineFormat::Bf16,
             rows: TensorView::new(rows, &[1, rows.len() / HIDDEN, HIDDEN])?,
             ids: TensorView::new(&self.ids[..tokens * world_size], &[tokens, world_size])?,
@@ -104,62 +104,62 @@ impl<'a> Rank<'a> {
             output: TensorViewMut::new(&mut sums, &[tokens, HIDDEN])?,
             waits: None,
         };
-        self.moe.low_latency_combine(self.comm, handle, call)?;
+        self.moe.combine_from_slots(self.comm, routes, call)?;
         assert!(sums.iter().all(|sum| sum.to_f32() == world_size as f32));
         Ok(())
     }
 
     /// Every token chooses the expert of each rank.
-    fn hybrid_notify(&mut self) -> Result<HybridHandle, MoeError> {
+    fn notify_by_expert(&mut self) -> Result<ByExpertRoutes, MoeError> {
         let map = vec![1u8; self.ids.len()];
         let world_size = self.comm.world_size();
-        let routing = HybridRouting {
+        let routing = ByExpertRouting {
             map: TensorView::new(&map, &[map.len() / world_size, world_size])?,
-            order: HybridOrder::Experts { pad_multiple: 16, capacity: None },
+            order: ByExpertOrder::Experts { pad_multiple: 16, capacity: None },
             format: RowFormat { hidden: HIDDEN, dtype: DType::F32, scales: None },
         };
-        self.moe.hybrid_notify(self.comm, &routing)
+        self.moe.notify_by_expert(self.comm, &routing)
     }
 
-    fn hybrid_dispatch(&mut self, handle: &HybridHandle) -> Result<Vec<f32>, MoeError> {
-        let mut received = vec![0.0; handle.rows() * HIDDEN];
-        let call = HybridDispatch {
-            tokens: HybridTokens::of(TensorView::new(&self.tokens, &[handle.num_tokens(), HIDDEN])?),
-            received: HybridTokens::of(TensorViewMut::new(&mut received, &[handle.rows(), HIDDEN])?),
+    fn dispatch_by_expert(&mut self, routes: &ByExpertRoutes) -> Result<Vec<f32>, MoeError> {
+        let mut received = vec![0.0; routes.rows() * HIDDEN];
+        let call = ByExpertDispatch {
+            tokens: ByExpertTokens::of(TensorView::new(&self.tokens, &[routes.num_tokens(), HIDDEN])?),
+            received: ByExpertTokens::of(TensorViewMut::new(&mut received, &[routes.rows(), HIDDEN])?),
         };
-        self.moe.hybrid_dispatch(self.comm, handle, call)?;
+        self.moe.dispatch_by_expert(self.comm, routes, call)?;
         Ok(received)
     }
 
-    fn hybrid_combine(&mut self, handle: &HybridHandle, rows: &[f32]) -> Result<(), MoeError> {
+    fn combine_by_expert(&mut self, routes: &ByExpertRoutes, rows: &[f32]) -> Result<(), MoeError> {
         let mut sums = vec![0.0; self.tokens.len()];
-        let output = TensorViewMut::new(&mut sums, &[handle.num_tokens(), HIDDEN])?;
-        let call = HybridCombine::of(TensorView::new(rows, &[handle.rows(), HIDDEN])?, output);
-        self.moe.hybrid_combine(self.comm, handle, call)?;
+        let output = TensorViewMut::new(&mut sums, &[routes.num_tokens(), HIDDEN])?;
+        let call = ByExpertCombine::of(TensorView::new(rows, &[routes.rows(), HIDDEN])?, output);
+        self.moe.combine_by_expert(self.comm, routes, call)?;
         assert!(sums.iter().all(|&sum| sum == self.comm.world_size() as f32));
         Ok(())
     }
 
     /// Goes on until something is wrong. With `is_late` rank 1 comes late to two rounds, and not at all to the third.
     fn work(&mut self, role: &str, is_late: bool) -> Result<(), MoeError> {
-        let handle = self.notify()?;
-        let rows = self.dispatch(&handle)?;
+        let routes = self.notify()?;
+        let rows = self.dispatch(&routes)?;
         for round in 0.. {
             if is_late && self.comm.rank() == 1 {
                 std::thread::sleep(if round < 2 { TIMEOUT / 4 } else { 2 * TIMEOUT });
             }
             match role {
                 "notify" => drop(self.notify()?),
-                "dispatch" => drop(self.dispatch(&handle)?),
-                "combine" => self.combine(&handle, &rows)?,
-                "low latency" => {
-                    let (handle, rows) = self.low_latency_dispatch()?;
-                    self.low_latency_combine(&handle, &rows)?;
+                "dispatch" => drop(self.dispatch(&routes)?),
+                "combine" => self.combine(&routes, &rows)?,
+                "slots" => {
+                    let (routes, rows) = self.dispatch_to_slots()?;
+                    self.combine_from_slots(&routes, &rows)?;
                 }
                 _ => {
-                    let handle = self.hybrid_notify()?;
-                    let rows = self.hybrid_dispatch(&handle)?;
-                    self.hybrid_combine(&handle, &rows)?;
+                    let routes = self.notify_by_expert()?;
+                    let rows = self.dispatch_by_expert(&routes)?;
+                    self.combine_by_expert(&routes, &rows)?;
                 }
             }
             if is_late {
@@ -187,7 +187,7 @@ fn rank_process() {
 /// A rank that comes late costs its lateness, and one that does not come the deadline.
 #[test]
 fn late_processes_are_waited_for_until_the_deadline() {
-    for form in ["notify", "dispatch", "combine", "low latency", "hybrid"] {
+    for form in ["notify", "dispatch", "combine", "slots", "by expert"] {
         let world = World::start(2, &format!("{form}{LATE}"), true, TIMEOUT);
         for round in 0..2 {
             assert_eq!(
@@ -217,50 +217,50 @@ fn killed_in_combine() {
 }
 
 #[test]
-fn killed_in_the_low_latency_form() {
-    kill_each(&VICTIMS[..2], "low latency", Duration::from_millis(150));
+fn killed_in_the_slots_form() {
+    kill_each(&VICTIMS[..2], "slots", Duration::from_millis(150));
 }
 
 #[test]
-fn killed_in_the_hybrid_form() {
-    kill_each(&VICTIMS[..2], "hybrid", Duration::from_millis(200));
+fn killed_in_the_form_by_expert() {
+    kill_each(&VICTIMS[..2], "by expert", Duration::from_millis(200));
 }
 
 #[test]
-fn late_ranks_of_the_hybrid_form_are_waited_for_until_the_deadline() {
+fn late_ranks_of_the_form_by_expert_are_waited_for_until_the_deadline() {
     let outcomes = LocalWorld::run_with(2, Duration::from_millis(600), |comm| {
         let late = |time| std::thread::sleep(Duration::from_millis(if comm.rank() == 1 { time } else { 0 }));
         let mut rank = Rank::new(&comm, 3)?;
         late(100);
-        let handle = rank.hybrid_notify()?;
+        let routes = rank.notify_by_expert()?;
         late(100);
-        let rows = rank.hybrid_dispatch(&handle)?;
+        let rows = rank.dispatch_by_expert(&routes)?;
         late(100);
-        rank.hybrid_combine(&handle, &rows)?;
+        rank.combine_by_expert(&routes, &rows)?;
         late(2000);
-        rank.hybrid_combine(&handle, &rows)
+        rank.combine_by_expert(&routes, &rows)
     });
     let Err(MoeError::Fabric(error)) = &outcomes[0] else { panic!("{outcomes:?}") };
     assert!(matches!(error, FabricError::Timeout { missing, .. } if missing == &[1]), "{error}");
-    let text = "hybrid_combine(rows of 1024 × f32 as call 1 routed them, 2 experts) timed out";
+    let text = "combine_by_expert(rows of 1024 × f32 as call 1 routed them, 2 experts) timed out";
     assert!(error.to_string().starts_with(text), "{error}");
 }
 
 #[test]
-fn late_ranks_of_the_low_latency_form_are_waited_for_until_the_deadline() {
+fn late_ranks_of_the_slots_form_are_waited_for_until_the_deadline() {
     let outcomes = LocalWorld::run_with(2, Duration::from_millis(600), |comm| {
         let late = |time| std::thread::sleep(Duration::from_millis(if comm.rank() == 1 { time } else { 0 }));
         let mut rank = Rank::new(&comm, 64)?;
         late(100);
-        let (handle, rows) = rank.low_latency_dispatch()?;
+        let (routes, rows) = rank.dispatch_to_slots()?;
         late(100);
-        rank.low_latency_combine(&handle, &rows)?;
+        rank.combine_from_slots(&routes, &rows)?;
         late(2000);
-        rank.low_latency_combine(&handle, &rows)
+        rank.combine_from_slots(&routes, &rows)
     });
     let Err(MoeError::Fabric(error)) = &outcomes[0] else { panic!("{outcomes:?}") };
     assert!(matches!(error, FabricError::Timeout { missing, .. } if missing == &[1]), "{error}");
-    let text = "low_latency_combine(rows of 1024 × bf16 as call 1 routed them, 2 experts, top-2) timed out";
+    let text = "combine_from_slots(rows of 1024 × bf16 as call 1 routed them, 2 experts, top-2) timed out";
     assert!(error.to_string().starts_with(text), "{error}");
 }
 
@@ -271,13 +271,13 @@ fn late_ranks_are_waited_for_until_the_deadline() {
         let late = |time| std::thread::sleep(Duration::from_millis(if comm.rank() == 1 { time } else { 0 }));
         let mut rank = Rank::new(&comm, 3)?;
         late(100);
-        let handle = rank.notify()?;
+        let routes = rank.notify()?;
         late(100);
-        let rows = rank.dispatch(&handle)?;
+        let rows = rank.dispatch(&routes)?;
         late(100);
-        rank.combine(&handle, &rows)?;
+        rank.combine(&routes, &rows)?;
         late(2000);
-        rank.combine(&handle, &rows)
+        rank.combine(&routes, &rows)
     });
     let Err(MoeError::Fabric(error)) = &outcomes[0] else { panic!("{outcomes:?}") };
     assert!(matches!(error, FabricError::Timeout { missing, .. } if missing == &[1]), "{error}");
@@ -286,11 +286,11 @@ fn late_ranks_are_waited_for_until_the_deadline() {
 }
 
 #[test]
-fn hybrid_handles_of_different_calls_are_a_mismatch() {
+fn by_expert_routes_of_different_calls_are_a_mismatch() {
     let outcomes = LocalWorld::run_with(2, Duration::from_secs(5), |comm| {
         let mut rank = Rank::new(&comm, 3)?;
-        let handles = [rank.hybrid_notify()?, rank.hybrid_notify()?];
-        rank.hybrid_dispatch(&handles[comm.rank()])
+        let routes = [rank.notify_by_expert()?, rank.notify_by_expert()?];
+        rank.dispatch_by_expert(&routes[comm.rank()])
     });
     for outcome in outcomes {
         let error = outcome.unwrap_err();
@@ -301,13 +301,13 @@ fn hybrid_handles_of_different_calls_are_a_mismatch() {
     }
 }
 
-/// Ranks that use handles of different calls hear of it before a row is read.
+/// Ranks that use routes of different calls hear of it before a row is read.
 #[test]
-fn handles_of_different_calls_are_a_mismatch() {
+fn routes_of_different_calls_are_a_mismatch() {
     let outcomes = LocalWorld::run_with(2, Duration::from_secs(5), |comm| {
         let mut rank = Rank::new(&comm, 3)?;
-        let handles = [rank.notify()?, rank.notify()?];
-        rank.dispatch(&handles[comm.rank()])
+        let routes = [rank.notify()?, rank.notify()?];
+        rank.dispatch(&routes[comm.rank()])
     });
     for outcome in outcomes {
         let error = outcome.unwrap_err();

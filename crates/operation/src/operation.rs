@@ -193,15 +193,15 @@ operations! {
         ..Row::mixed("reduce_scatter_all_reduce")
     },
     /// Rank `r` gets the tokens that chose one of its experts, in slots of each expert. The number of tokens of each rank has a bound.
-    LowLatencyDispatch = 23: Row {
+    DispatchToSlots = 23: Row {
         algorithms: &[(1, "bf16"), (2, "fp8"), (3, "fp8, powers of two"), (4, "fp8, packed scales")],
         count: Count::BoundedRows,
-        ..Row::of_experts("low_latency_dispatch")
+        ..Row::of_experts("dispatch_to_slots")
     },
     /// Every rank gets, for each of its tokens, the weighted sum of what the token's experts made of it.
-    LowLatencyCombine = 24: Row { algorithms: &[(1, "logfmt")], ..Row::of_experts("low_latency_combine") },
+    CombineFromSlots = 24: Row { algorithms: &[(1, "logfmt")], ..Row::of_experts("combine_from_slots") },
     /// Rank `r` gets the tokens that chose one of its experts, ordered by expert.
-    HybridDispatch = 25: Row {
+    DispatchByExpert = 25: Row {
         algorithms: &[
             (1, "blocking"),
             (2, "capacity"),
@@ -212,11 +212,11 @@ operations! {
             (7, "rows, i32 scales"),
             (8, "rows, i32 scales, probs"),
         ],
-        ..Row::of_experts("hybrid_dispatch")
+        ..Row::of_experts("dispatch_by_expert")
     },
     /// Every rank gets, for each of its tokens, the sum of what the ranks of the token's experts made of it, of which each has
     /// summed what its own experts made.
-    HybridCombine = 26: Row { algorithms: &[(1, "probs")], ..Row::of_experts("hybrid_combine") },
+    CombineByExpert = 26: Row { algorithms: &[(1, "probs")], ..Row::of_experts("combine_by_expert") },
     /// Ranks make a plan ready.
     LoadPlan = 27: Row { count: Count::Nothing, ..Row::new("load_plan") },
 }

@@ -93,8 +93,8 @@ impl From<SessionError> for Error {
                 "the first {calls} of a communicator on a GPU sets up memory and kernels, and this stream is being captured: make one \
                  before the capture, or call comm.prepare_cuda() for collectives, with the dtypes and operators that the capture will use"
             ))),
-            SessionError::LowLatencyClosed => {
-                Self(PyRuntimeError::new_err("this MoeLowLatency or its communicator is closed"))
+            SessionError::SlotsClosed => {
+                Self(PyRuntimeError::new_err("this MoeSlots or its communicator is closed"))
             }
             error => Self(PyValueError::new_err(error.to_string())),
         }

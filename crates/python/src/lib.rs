@@ -29,10 +29,8 @@ mod error;
 mod fork;
 mod fused;
 mod handle;
-mod hybrid;
 mod interrupt;
 mod language;
-mod low_latency;
 mod lowering;
 mod mapping;
 mod mixed;
@@ -57,16 +55,14 @@ mod _core {
         error::{AbortedError, PeerLostError},
         fork::after_fork,
         handle::Handle,
-        hybrid::{MoeHybrid, MoeHybridHandle},
         language::{
             BaseBuffer, Channel, Chunk, FinishedPlan, Program, Switch, ThreadBlockGroup, library_names,
             library_plan,
         },
-        low_latency::{MoeLowLatency, MoeLowLatencyHandle},
         lowering::{Lowering, spelled},
         mapping::Mapping,
         mixed::MixedHandler,
-        moe::{Moe, MoeHandle},
+        moe::{Moe, MoeByExpert, MoeByExpertRoutes, MoeByTokenRoutes, MoeSlotRoutes, MoeSlots},
         parallel_info::ParallelInfo,
         shared::{Memory, SharedBuffer},
     };

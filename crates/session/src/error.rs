@@ -40,9 +40,9 @@ pub enum SessionError {
     /// The collection of plans was closed.
     #[error("the collection is closed")]
     CollectionClosed,
-    /// The low-latency instance was closed, or its session.
-    #[error("the low-latency instance or its communicator is closed")]
-    LowLatencyClosed,
+    /// The slots were closed, or their session.
+    #[error("the slots or their communicator is closed")]
+    SlotsClosed,
 }
 
 impl From<CudaError> for SessionError {

@@ -8,7 +8,7 @@
 //!   open.
 //! * **A capture opens nothing.** The first call on a GPU whose stream is being captured is refused before anything happens
 //!   ([`SessionError::Captured`]), and says what to do: [`Session::prepare`] before the capture.
-//! * **All kinds of calls come from it.** Collectives are its methods; [`moe`](Session::moe), [`low_latency`](Session::low_latency),
+//! * **All kinds of calls come from it.** Collectives are its methods; [`moe`](Session::moe), [`moe_slots`](Session::moe_slots),
 //!   [`mixed`](Session::mixed), [`load_plan`](Session::load_plan) and [`plan_collection`](Session::plan_collection) hand out the others.
 //!   What is handed out may outlive the session, whose end it obeys.
 //! * **One action after a failure, one end.** [`Session::on_failure`] and [`Session::check`] are about all kinds of calls on all GPUs, also
@@ -56,7 +56,6 @@ mod collection;
 mod error;
 mod failure;
 mod gpu;
-mod low_latency;
 mod mixed;
 mod moe;
 mod order;
@@ -64,6 +63,7 @@ mod parts;
 mod plan;
 mod registered;
 mod session;
+mod slots;
 mod started;
 mod stream;
 mod tensors;
@@ -72,12 +72,12 @@ pub use collection::{PlanCollection, Said};
 pub use error::{Result, SessionError};
 pub use failure::FailureAction;
 pub use gpu::REDUCED;
-pub use low_latency::{LowLatencyHandle, LowLatencyMoe};
 pub use mixed::MixedHandler;
 pub use moe::{Moe, MoeStream};
 pub use order::Order;
 pub use plan::LoadedPlan;
 pub use session::Session;
+pub use slots::{MoeSlots, SlotRoutes};
 pub use started::Started;
 pub use stream::GpuStream;
 pub use tensors::Tensors;

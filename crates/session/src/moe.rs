@@ -8,9 +8,9 @@ use antiphon_device::{
     sync::Mutex,
 };
 use antiphon_moe::{
-    Combine, Dispatch, HybridCombine, HybridDispatch, HybridRouting, MoeConfig, MoeError, Routing,
-    cuda::{CudaHandle, CudaMoe, HandleMemory},
-    hybrid::cuda::CudaHybridHandle,
+    ByExpertCombine, ByExpertDispatch, ByExpertRouting, Combine, Dispatch, MoeConfig, MoeError, Routing,
+    by_expert::cuda::CudaByExpertRoutes,
+    cuda::{CudaByTokenRoutes, CudaMoe, RouteMemory},
 };
 use antiphon_tensor::{TensorView, TensorViewMut};
 
@@ -177,27 +177,27 @@ impl Moe {
         &self,
         stream: impl Into<MoeStream<'s>>,
         routing: &Routing<'_>,
-        memory: HandleMemory<'_>,
-    ) -> Result<CudaHandle> {
+        memory: RouteMemory<'_>,
+    ) -> Result<CudaByTokenRoutes> {
         // SAFETY: passed on.
         self.run(stream.into(), |moe, stream| unsafe { moe.notify(routing, memory, stream) })
     }
 
-    /// As [`CudaMoe::handle_of`].
+    /// As [`CudaMoe::routes_of`].
     ///
     /// # Errors
     /// As there.
     ///
     /// # Safety
     /// As there.
-    pub unsafe fn handle_of<'s>(
+    pub unsafe fn routes_of<'s>(
         &self,
         stream: impl Into<MoeStream<'s>>,
         memory: (&TensorView<'_>, &TensorView<'_>),
         sizes: [usize; 3],
-    ) -> Result<CudaHandle> {
+    ) -> Result<CudaByTokenRoutes> {
         // SAFETY: passed on.
-        self.run(stream.into(), |moe, _| unsafe { moe.handle_of(memory, sizes) })
+        self.run(stream.into(), |moe, _| unsafe { moe.routes_of(memory, sizes) })
     }
 
     /// As [`CudaMoe::dispatch`].
@@ -210,11 +210,11 @@ impl Moe {
     pub unsafe fn dispatch<'s>(
         &self,
         stream: impl Into<MoeStream<'s>>,
-        handle: &CudaHandle,
+        routes: &CudaByTokenRoutes,
         call: Dispatch<'_>,
     ) -> Result {
         // SAFETY: passed on.
-        self.run(stream.into(), |moe, stream| unsafe { moe.dispatch(handle, call, stream) })
+        self.run(stream.into(), |moe, stream| unsafe { moe.dispatch(routes, call, stream) })
     }
 
     /// As [`CudaMoe::combine`].
@@ -227,61 +227,61 @@ impl Moe {
     pub unsafe fn combine<'s>(
         &self,
         stream: impl Into<MoeStream<'s>>,
-        handle: &CudaHandle,
+        routes: &CudaByTokenRoutes,
         call: Combine<'_>,
     ) -> Result {
         // SAFETY: passed on.
-        self.run(stream.into(), |moe, stream| unsafe { moe.combine(handle, call, stream) })
+        self.run(stream.into(), |moe, stream| unsafe { moe.combine(routes, call, stream) })
     }
 
-    /// As [`CudaMoe::hybrid_notify`].
+    /// As [`CudaMoe::notify_by_expert`].
     ///
     /// # Errors
     /// As there.
     ///
     /// # Safety
     /// As there.
-    pub unsafe fn hybrid_notify<'s>(
+    pub unsafe fn notify_by_expert<'s>(
         &self,
         stream: impl Into<MoeStream<'s>>,
-        routing: &HybridRouting<'_>,
-        memory: HandleMemory<'_>,
-    ) -> Result<CudaHybridHandle> {
+        routing: &ByExpertRouting<'_>,
+        memory: RouteMemory<'_>,
+    ) -> Result<CudaByExpertRoutes> {
         // SAFETY: passed on.
-        self.run(stream.into(), |moe, stream| unsafe { moe.hybrid_notify(routing, memory, stream) })
+        self.run(stream.into(), |moe, stream| unsafe { moe.notify_by_expert(routing, memory, stream) })
     }
 
-    /// As [`CudaMoe::hybrid_dispatch`].
+    /// As [`CudaMoe::dispatch_by_expert`].
     ///
     /// # Errors
     /// As there.
     ///
     /// # Safety
     /// As there.
-    pub unsafe fn hybrid_dispatch<'s>(
+    pub unsafe fn dispatch_by_expert<'s>(
         &self,
         stream: impl Into<MoeStream<'s>>,
-        handle: &CudaHybridHandle,
-        call: HybridDispatch<'_>,
+        routes: &CudaByExpertRoutes,
+        call: ByExpertDispatch<'_>,
     ) -> Result {
         // SAFETY: passed on.
-        self.run(stream.into(), |moe, stream| unsafe { moe.hybrid_dispatch(handle, call, stream) })
+        self.run(stream.into(), |moe, stream| unsafe { moe.dispatch_by_expert(routes, call, stream) })
     }
 
-    /// As [`CudaMoe::hybrid_combine`].
+    /// As [`CudaMoe::combine_by_expert`].
     ///
     /// # Errors
     /// As there.
     ///
     /// # Safety
     /// As there.
-    pub unsafe fn hybrid_combine<'s>(
+    pub unsafe fn combine_by_expert<'s>(
         &self,
         stream: impl Into<MoeStream<'s>>,
-        handle: &CudaHybridHandle,
-        call: HybridCombine<'_>,
+        routes: &CudaByExpertRoutes,
+        call: ByExpertCombine<'_>,
     ) -> Result {
         // SAFETY: passed on.
-        self.run(stream.into(), |moe, stream| unsafe { moe.hybrid_combine(handle, call, stream) })
+        self.run(stream.into(), |moe, stream| unsafe { moe.combine_by_expert(routes, call, stream) })
     }
 }

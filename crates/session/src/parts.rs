@@ -1,6 +1,6 @@
 //! What one kind of calls has on the GPUs of a session: its parts are opened by one function and closed by one.
 //!
-//! Collectives, plans, mixtures of experts and low-latency calls each have a list of parts. All lists of a session share what is asked
+//! Collectives, plans, mixtures of experts and their slots each have a list of parts. All lists of a session share what is asked
 //! of its GPUs as a whole: the queue of the calls, the action after a failure, and whether the session is closed.
 
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};

@@ -12,7 +12,7 @@ from antiphon._operators import refuse_gradients
 
 __all__ = [
     "Routes",
-    "check_handle",
+    "check_routes",
     "check_ids",
     "check_rows",
     "check_scales",
@@ -56,10 +56,10 @@ def refuse_derivatives(call: str, *tensors: Any) -> None:
 
 
 class Routes:
-    """What the handles of all forms have in common: they are tuples, whose fields tell of the routes of one dispatch."""
+    """What the routes of all forms have in common: they are tuples, whose fields tell which rank gets which rows from which."""
 
     def _replace(self, **fields: Any) -> Any:
-        """Raises ``ValueError``: a call along the handle would not see other fields."""
+        """Raises ``ValueError``: a call along the routes would not see other fields."""
         raise ValueError(f"{type(self).__name__}: {', '.join(fields) or 'a copy'}: the routes are those of one dispatch and cannot be replaced")
 
     @classmethod
@@ -90,11 +90,11 @@ def check_tensors(call: str, tensors: Mapping[str, Any], optional: Mapping[str, 
                 raise TypeError(f"{call}: tensors on {first} and {tensor.device}; all must be on one device")
 
 
-def check_handle(call: str, handle: Any, expected: type) -> None:
-    """Raises ``TypeError`` for a handle that is of another form, or none."""
-    if not isinstance(handle, expected):
-        found = type(handle).__name__
-        raise TypeError(f"{call}: the handle must be the {expected.__name__} that a dispatch gave, not {found}")
+def check_routes(call: str, routes: Any, expected: type, *, name: str = "routes") -> None:
+    """Raises ``TypeError`` for routes that are of another form, or none. Errors name the argument ``name``."""
+    if not isinstance(routes, expected):
+        found = type(routes).__name__
+        raise TypeError(f"{call}: the {name} must be the {expected.__name__} that a dispatch gave, not {found}")
 
 
 def check_ids(call: str, ids: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The normal form's calls on torch tensors. They allocate their outputs."""
+"""The calls by token on torch tensors. They allocate their outputs."""
 
 import threading
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from antiphon._core import Communicator, Moe, MoeHandle
+from antiphon._core import Communicator, Moe, MoeByTokenRoutes
 from antiphon.moe._arguments import (
-    check_handle,
+    check_routes,
     check_ids,
     check_rows,
     check_scales,
@@ -21,7 +21,7 @@ from antiphon.moe._arguments import (
     whole,
 )
 
-__all__ = ["Calls", "Handle", "Layout", "Received", "Side", "calls_of", "core_of", "is_code", "rows_of_gradient"]
+__all__ = ["ByTokenRoutes", "Calls", "Layout", "Received", "Side", "calls_of", "core_of", "is_code", "rows_of_gradient"]
 
 
 class Side(NamedTuple):
@@ -74,24 +74,25 @@ class _Fields(NamedTuple):
     """int32 ``[1]``: 1 if rows were dropped because more were routed here than the capacity, else 0."""
 
 
-class Handle(Routes, _Fields):
-    """Along which rows go: a tuple of tensors as DeepEP's, of one channel, with ``overflow_flag`` last. It belongs to the
-    communicator whose dispatch made it, and serves any number of dispatches and combines."""
+class ByTokenRoutes(Routes, _Fields):
+    """The routes of a dispatch by token: which rank gets which rows from which. They are a tuple of tensors as DeepEP's handle, of one
+    channel, with ``overflow_flag`` last. They belong to the communicator whose dispatch made them, and serve any number of
+    dispatches and combines."""
 
-    core: MoeHandle
+    core: MoeByTokenRoutes
     #: int32 ``[L]`` on a GPU.
     counts: Tensor | None = None
-    #: All that a handle with a capacity has on a GPU.
-    routes: Tensor | None = None
+    #: All that routes with a capacity have on a GPU.
+    words: Tensor | None = None
 
     def __repr__(self) -> str:
         received = "rows of a capacity" if self.num_received is None else "rows"
-        return f"<antiphon.moe.Handle: {self.core.num_tokens} tokens, {self.rows} {received}, {self.core.num_experts} experts>"
+        return f"<antiphon.moe.ByTokenRoutes: {self.core.num_tokens} tokens, {self.rows} {received}, {self.core.num_experts} experts>"
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
-        """What calls along the handle read on a GPU: a tensor of each part."""
-        return () if self.routes is None else (self.routes, self.recv_src_idx)
+        """What calls along the routes read on a GPU: a tensor of each part."""
+        return () if self.words is None else (self.words, self.recv_src_idx)
 
     @property
     def num_received(self) -> int | None:
@@ -173,7 +174,7 @@ class Calls:
         scales: Tensor | None,
         capacity: int | None,
         side: Side | None = None,
-    ) -> tuple[Received, Handle]:
+    ) -> tuple[Received, ByTokenRoutes]:
         """Dispatches tokens as a layout says: all ranks agree on how many rows come, and then they do. On a GPU calls are made on
         ``side``, or else in the current stream, where new tensors are made."""
         if (ids is None) != (weights is None):
@@ -229,44 +230,44 @@ class Calls:
         if side is not None:
             side.keep(sources)
         if sources is None:
-            return received, _handle(core, is_token_in_rank, self.world_size)
-        return received, self._cuda_handle(core, words, sources, is_token_in_rank)
+            return received, _host_routes(core, is_token_in_rank, self.world_size)
+        return received, self._cuda_routes(core, words, sources, is_token_in_rank)
 
     def _words(self, x: Tensor, num_experts: int, capacity: int) -> dict[str, Tensor]:
-        """What a handle keeps on a GPU, and behind it the token of each row of a capacity."""
-        parts = Moe.handle_words(self.world_size, num_experts, len(x))
+        """What routes keep on a GPU, and behind it the token of each row of a capacity."""
+        parts = Moe.route_words(self.world_size, num_experts, len(x))
         end = parts[-1][2]
-        routes = x.new_empty(end + capacity, dtype=torch.int32)
-        return {"routes": routes, "sources": routes[end:]} | {name: routes[begin:end] for name, begin, end in parts}
+        words = x.new_empty(end + capacity, dtype=torch.int32)
+        return {"words": words, "sources": words[end:]} | {name: words[begin:end] for name, begin, end in parts}
 
-    def routes(self, handle: Handle) -> Tensor:
-        """A handle with a capacity as a tensor, int32, on its device."""
-        if handle.routes is None:
-            return torch.frombuffer(bytearray(handle.core.words), dtype=torch.int32)
-        return handle.routes
+    def words_of(self, routes: ByTokenRoutes) -> Tensor:
+        """Routes with a capacity as a tensor, int32, on their device."""
+        if routes.words is None:
+            return torch.frombuffer(bytearray(routes.core.words), dtype=torch.int32)
+        return routes.words
 
-    def handle_of_routes(
-        self, routes: Tensor, num_experts: int, num_tokens: int, capacity: int, top_k: int
-    ) -> MoeHandle:
-        """The handle of these routes."""
-        size = routes_size(routes.device, self.world_size, num_experts, num_tokens, capacity)
-        if routes.dtype != torch.int32 or list(routes.shape) != [size]:
-            found = f"{routes.dtype} {list(routes.shape)}"
+    def routes_of_words(
+        self, words: Tensor, num_experts: int, num_tokens: int, capacity: int, top_k: int
+    ) -> MoeByTokenRoutes:
+        """The routes of which these are the words."""
+        size = words_size(words.device, self.world_size, num_experts, num_tokens, capacity)
+        if words.dtype != torch.int32 or list(words.shape) != [size]:
+            found = f"{words.dtype} {list(words.shape)}"
             raise ValueError(f"the routes of {num_tokens} tokens and {capacity} rows are int32 [{size}], not {found}")
-        if not routes.is_cuda:
-            return self._core.handle_of(routes.contiguous(), num_experts)
+        if not words.is_cuda:
+            return self._core.routes_of(words.contiguous(), num_experts)
         end = size - capacity
-        return self._core.handle_of(
-            routes[:end], num_experts, num_tokens=num_tokens, top_k=top_k, sources=routes[end:]
+        return self._core.routes_of(
+            words[:end], num_experts, num_tokens=num_tokens, top_k=top_k, sources=words[end:]
         )
 
-    def _cuda_handle(
-        self, core: MoeHandle, words: dict[str, Tensor], sources: Tensor, is_token_in_rank: Tensor
-    ) -> Handle:
+    def _cuda_routes(
+        self, core: MoeByTokenRoutes, words: dict[str, Tensor], sources: Tensor, is_token_in_rank: Tensor
+    ) -> ByTokenRoutes:
         zeros = self._zeros.get(sources.device)
         if zeros is None:
             zeros = self._zeros[sources.device] = sources.new_zeros(self.world_size, 1)
-        handle = Handle(
+        routes = ByTokenRoutes(
             words["rank_prefix_matrix"].view(self.world_size, self.world_size),
             words["routed_to_each"].view(self.world_size, 1),
             zeros,
@@ -275,33 +276,33 @@ class Calls:
             words["send_head"].view(-1, self.world_size),
             words["overflow"],
         )
-        handle.core, handle.counts, handle.routes = core, words["tokens_per_expert"], words["routes"]
-        return handle
+        routes.core, routes.counts, routes.words = core, words["tokens_per_expert"], words["words"]
+        return routes
 
     def dispatch_along(
-        self, x: Tensor, handle: Handle, scales: Tensor | None = None, side: Side | None = None
+        self, x: Tensor, routes: ByTokenRoutes, scales: Tensor | None = None, side: Side | None = None
     ) -> Received:
-        """Dispatches tokens along a handle."""
-        check_handle("dispatch", handle, Handle)
-        check_tensors("dispatch", {"x": x, "the handle": handle.is_token_in_rank}, {"scales": scales})
+        """Dispatches tokens along routes."""
+        check_routes("dispatch", routes, ByTokenRoutes)
+        check_tensors("dispatch", {"x": x, "the routes": routes.is_token_in_rank}, {"scales": scales})
         check_rows("dispatch", x)
         check_scales("dispatch", x, scales)
-        received = self.rows_along(handle.core, x, scales, side=side)
+        received = self.rows_along(routes.core, x, scales, side=side)
         if side is not None:
-            side.keep(*handle.memory)
+            side.keep(*routes.memory)
         return received
 
     def rows_along(
-        self, core: MoeHandle, x: Tensor, scales: Tensor | None = None, side: Side | None = None
+        self, core: MoeByTokenRoutes, x: Tensor, scales: Tensor | None = None, side: Side | None = None
     ) -> Received:
-        """Moves rows along a handle, to new tensors."""
+        """Moves rows along routes, to new tensors."""
         received = _rows(core.rows, x, scales, None, None)
         self._move(core, received, x, scales, None, None, side)
         return received
 
     def _move(
         self,
-        core: MoeHandle,
+        core: MoeByTokenRoutes,
         received: Received,
         x: Tensor,
         scales: Tensor | None,
@@ -331,29 +332,29 @@ class Calls:
     def combine(
         self,
         x: Tensor,
-        handle: Handle,
+        routes: ByTokenRoutes,
         weights: Tensor | None = None,
         biases: Sequence[Tensor] = (),
         side: Side | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Brings rows, ``[N, H]``, back along a handle; the sums, ``[T, H]``, and those of ``weights``, ``[N, K]``."""
-        check_handle("combine", handle, Handle)
-        named = {"x": x, "the handle": handle.is_token_in_rank, **{f"bias {i}": bias for i, bias in enumerate(biases)}}
+        """Brings rows, ``[N, H]``, back along routes; the sums, ``[T, H]``, and those of ``weights``, ``[N, K]``."""
+        check_routes("combine", routes, ByTokenRoutes)
+        named = {"x": x, "the routes": routes.is_token_in_rank, **{f"bias {i}": bias for i, bias in enumerate(biases)}}
         check_tensors("combine", named, {"weights": weights})
-        sums = self.sum_along(handle.core, x, weights, biases, side)
+        sums = self.sum_along(routes.core, x, weights, biases, side)
         if side is not None:
-            side.keep(*handle.memory)
+            side.keep(*routes.memory)
         return sums
 
     def sum_along(
         self,
-        core: MoeHandle,
+        core: MoeByTokenRoutes,
         x: Tensor,
         weights: Tensor | None = None,
         biases: Sequence[Tensor] = (),
         side: Side | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sums rows along a handle, to new tensors."""
+        """Sums rows along routes, to new tensors."""
         if len(biases) > 2:
             raise ValueError(f"combine: {len(biases)} biases; at most 2 are added")
         output = x.detach().new_empty(core.num_tokens, *x.shape[1:])
@@ -376,13 +377,13 @@ class Calls:
         return output, output_weights
 
 
-def routes_size(device: torch.device, world_size: int, num_experts: int, num_tokens: Any, capacity: Any) -> Any:
-    """How many integers the routes of a handle with a capacity are: of numbers that a compiler does not know yet, too."""
+def words_size(device: torch.device, world_size: int, num_experts: int, num_tokens: Any, capacity: Any) -> Any:
+    """How many integers the words of routes with a capacity are: of numbers that a compiler does not know yet, too."""
 
     def size(tokens: int, rows: int) -> int:
         if device.type == "cpu":
             return Moe.host_words(world_size, num_experts, tokens, rows)
-        return Moe.handle_words(world_size, num_experts, tokens)[-1][2] + rows
+        return Moe.route_words(world_size, num_experts, tokens)[-1][2] + rows
 
     alone = size(0, 0)
     return alone + (size(1, 0) - alone) * num_tokens + (size(0, 1) - alone) * capacity
@@ -443,7 +444,7 @@ def calls_of(comm: Communicator) -> Calls:
     return Calls(_shared(comm), comm.world_size)
 
 
-def _handle(core: MoeHandle, is_token_in_rank: Tensor, world_size: int) -> Handle:
+def _host_routes(core: MoeByTokenRoutes, is_token_in_rank: Tensor, world_size: int) -> ByTokenRoutes:
     like = is_token_in_rank.device
 
     assert core.num_received is not None
@@ -453,7 +454,7 @@ def _handle(core: MoeHandle, is_token_in_rank: Tensor, world_size: int) -> Handl
         return flat.view(-1, columns).to(like)
 
     sources = matrix(core.source_tokens, 1).flatten()
-    handle = Handle(
+    routes = ByTokenRoutes(
         matrix(core.rank_prefix_matrix, world_size),
         matrix(core.routed_to_each, 1),
         torch.zeros(world_size, 1, dtype=torch.int32, device=like),
@@ -462,8 +463,8 @@ def _handle(core: MoeHandle, is_token_in_rank: Tensor, world_size: int) -> Handl
         matrix(core.send_head, world_size),
         torch.tensor([core.overflow], dtype=torch.int32, device=like),
     )
-    handle.core = core
-    return handle
+    routes.core = core
+    return routes
 
 
 def _rows(count: int, x: Tensor, scales: Tensor | None, ids: Tensor | None, weights: Tensor | None) -> Received:

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.moe._arguments import (
-    check_handle,
+    check_routes,
     check_rows,
     check_tensors,
     experts,
@@ -17,10 +17,10 @@ from antiphon.moe._arguments import (
     router_weights,
     whole,
 )
-from antiphon.moe._calls import Calls, Handle, Layout, calls_of, is_code, rows_of_gradient
-from antiphon.moe._hybrid import CombineByMap, DispatchByMap, HybridHandle, HybridReceived, hybrid_calls_of
-from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, Options, low_latency_calls_of
-from antiphon.moe._low_latency_gradients import CombineLowLatency, DispatchLowLatency, needs_gradient
+from antiphon.moe._by_expert import ByExpertReceived, ByExpertRoutes, CombineByMap, DispatchByMap, by_expert_calls_of
+from antiphon.moe._calls import ByTokenRoutes, Calls, Layout, calls_of, is_code, rows_of_gradient
+from antiphon.moe._slot_gradients import CombineFromSlots, DispatchToSlots, needs_gradient
+from antiphon.moe._slots import Options, ReceivedSlots, SlotRoutes, slot_calls_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,8 +40,8 @@ class Dispatched(NamedTuple):
     tokens_per_expert: list[int] | Tensor
     """``[L]``: how often the rows name each expert (before rows were dropped for a capacity). On a GPU with a capacity, where the
     host does not know, an int32 tensor there."""
-    handle: Handle
-    """Along which they come back."""
+    routes: ByTokenRoutes
+    """The routes, for the combine."""
     scales: Tensor | None
     """``[N, S]``, if tokens have scales."""
 
@@ -89,7 +89,7 @@ class ExpertParallel:
         ``scales`` of codes, float32 ``[T, H / 128]`` or int32 ``[T, H / 512]``, go along as they are.
 
         Without a ``capacity`` as many rows come as were sent. With one, ``x`` has ``capacity`` rows. Rows to which no token came
-        hold anything and have ids −1. Rows beyond the capacity are dropped, ``handle.overflow_flag`` says so, and :meth:`combine`
+        hold anything and have ids −1. Rows beyond the capacity are dropped, ``routes.overflow_flag`` says so, and :meth:`combine`
         treats them as absent. On GPUs such a dispatch waits for nothing, and may be captured in a CUDA graph; one without waits for
         the counts of all ranks.
 
@@ -109,12 +109,12 @@ class ExpertParallel:
         received_x, received_weights = _Dispatch.apply(  # type: ignore[no-untyped-call]
             x, router_weights("dispatch", weights), self._calls, plain, (layout, ids, scales, capacity)
         )
-        received_ids, received_scales, handle = plain
+        received_ids, received_scales, routes = plain
         return Dispatched(
-            received_x, received_ids, received_weights, handle.tokens_per_expert, handle, received_scales
+            received_x, received_ids, received_weights, routes.tokens_per_expert, routes, received_scales
         )
 
-    def combine(self, x: Tensor, handle: Handle, *, bias: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def combine(self, x: Tensor, routes: ByTokenRoutes, *, bias: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Sums the ranks' outputs for each token: ``[T, H]`` from ``x``, ``[N, H]``, whose rows are those that
         :meth:`dispatch` brought, already summed over this rank's experts with their weights.
 
@@ -123,9 +123,9 @@ class ExpertParallel:
 
         Gradients flow to ``x`` and ``bias``.
         """
-        check_handle("combine", handle, Handle)
+        check_routes("combine", routes, ByTokenRoutes)
         biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
-        result: Tensor = _Combine.apply(x, self._calls, handle, *biases)  # type: ignore[no-untyped-call]
+        result: Tensor = _Combine.apply(x, self._calls, routes, *biases)  # type: ignore[no-untyped-call]
         return result
 
     def dispatch_by_expert(
@@ -138,7 +138,7 @@ class ExpertParallel:
         pad_multiple: int = 1,
         capacity: int | None = None,
         max_tokens: int | None = None,
-    ) -> HybridReceived:
+    ) -> ByExpertReceived:
         """Sends each token to a row for each expert that it chooses: rows come ordered by expert, and of each in the order of source
         rank and token, as grouped matrix products take them.
 
@@ -146,7 +146,7 @@ class ExpertParallel:
         with ``probs``, float32 ``[T, E]``. The rows of each expert are padded to a multiple of ``pad_multiple``.
 
         Without a ``capacity`` as many rows come as were sent. With one, there are ``capacity`` rows. What belongs to later rows is
-        dropped, ``handle.overflow_flag`` says so, and :meth:`combine_by_expert` treats it as absent. ``max_tokens``, equal on all ranks, is
+        dropped, ``routes.overflow_flag`` says so, and :meth:`combine_by_expert` treats it as absent. ``max_tokens``, equal on all ranks, is
         then the most tokens that any rank has (by default, all ranks have as many tokens as this one).
 
         Gradients flow to ``x`` and ``probs``.
@@ -157,7 +157,7 @@ class ExpertParallel:
         if routing_map.dim() != 2 or routing_map.shape[1] != self.num_experts:
             shape = list(routing_map.shape)
             raise ValueError(f"{name}: the routing map must be of shape [T, {self.num_experts}], not {shape}")
-        plain: list[HybridReceived] = []
+        plain: list[ByExpertReceived] = []
         call = {
             "routing_map": routing_map,
             "scales": scales,
@@ -166,12 +166,12 @@ class ExpertParallel:
             "max_tokens": max_tokens,
             "call": name,
         }
-        calls = hybrid_calls_of(self.comm)
+        calls = by_expert_calls_of(self.comm)
         probs = None if probs is None else router_weights(name, probs)
         rows, row_probs = DispatchByMap.apply(x, probs, calls, plain, call)  # type: ignore[no-untyped-call]
         return plain[0]._replace(x=rows, probs=row_probs)
 
-    def combine_by_expert(self, x: Tensor, handle: HybridHandle) -> Tensor:
+    def combine_by_expert(self, x: Tensor, routes: ByExpertRoutes) -> Tensor:
         """Sums what the experts made of each token: ``[T, H]`` from ``x``, ``[P, H]``, whose rows are those that
         :meth:`dispatch_by_expert` brought. Padding is not read.
 
@@ -180,11 +180,11 @@ class ExpertParallel:
 
         Gradients flow to ``x``.
         """
-        check_handle("combine_by_expert", handle, HybridHandle)
-        result: Tensor = CombineByMap.apply(x, handle)  # type: ignore[no-untyped-call]
+        check_routes("combine_by_expert", routes, ByExpertRoutes)
+        result: Tensor = CombineByMap.apply(x, routes)  # type: ignore[no-untyped-call]
         return result
 
-    def dispatch_low_latency(
+    def dispatch_to_slots(
         self,
         x: Tensor,
         ids: Tensor,
@@ -192,7 +192,7 @@ class ExpertParallel:
         max_tokens: int,
         format: str = "bf16",
         statistics: Tensor | None = None,
-    ) -> LowLatencyReceived:
+    ) -> ReceivedSlots:
         """Sends few tokens (bfloat16 ``[T, H]``) to slots of the experts that they choose, without waiting for counts.
 
         ``max_tokens``, equal on all ranks, is the most that any rank has. ``format`` is that of the received rows: ``"bf16"``; ``"fp8"``,
@@ -202,32 +202,32 @@ class ExpertParallel:
         Gradients flow to ``x`` with the format ``"bf16"``. Raises ``ValueError`` for an ``x`` that needs a gradient with another
         one.
         """
-        check_tensors("dispatch_low_latency", {"x": x})
-        max_tokens = whole("dispatch_low_latency", "max_tokens", max_tokens)
-        check_rows("dispatch_low_latency", x, self.hidden)
-        calls = low_latency_calls_of(self.comm)
+        check_tensors("dispatch_to_slots", {"x": x})
+        max_tokens = whole("dispatch_to_slots", "max_tokens", max_tokens)
+        check_rows("dispatch_to_slots", x, self.hidden)
+        calls = slot_calls_of(self.comm)
         call = (max_tokens, self.num_experts, format, Options(statistics))
         if not needs_gradient(x):
-            return calls.dispatch(x, ids, *call, call="dispatch_low_latency", limit="max_tokens")[0]
+            return calls.dispatch(x, ids, *call)[0]
         if format != "bf16":
-            raise ValueError(f"dispatch_low_latency: rows of {format} have no gradient: use the format bf16, or pass x.detach()")
+            raise ValueError(f"dispatch_to_slots: rows of {format} have no gradient: use the format bf16, or pass x.detach()")
         plain: list[Any] = []
-        rows = DispatchLowLatency.apply(x, ids, calls, plain, call)  # type: ignore[no-untyped-call]
-        received: LowLatencyReceived = plain[0]._replace(x=rows)
+        rows = DispatchToSlots.apply(x, ids, calls, plain, call)  # type: ignore[no-untyped-call]
+        received: ReceivedSlots = plain[0]._replace(x=rows)
         return received
 
-    def combine_low_latency(
+    def combine_from_slots(
         self,
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        handle: LowLatencyHandle,
+        routes: SlotRoutes,
         *,
         format: str = "bf16",
         out: Tensor | None = None,
     ) -> Tensor:
         """Sums the experts' outputs for each token: bfloat16 ``[T, H]``, from ``x``, bfloat16 ``[L, R * M, H]``, whose slots are
-        those that :meth:`dispatch_low_latency` filled.
+        those that :meth:`dispatch_to_slots` filled.
 
         A sum begins with 0, adds the products of ``weights`` (float32 ``[T, K]``) and rows, each rounded to float32, in the order
         of the choices, and is rounded once.
@@ -240,18 +240,18 @@ class ExpertParallel:
         Gradients flow to ``x`` and ``weights`` with the format ``"bf16"``. Raises ``ValueError`` for an ``out`` or another format
         where they do.
         """
-        check_handle("combine_low_latency", handle, LowLatencyHandle)
-        check_tensors("combine_low_latency", {"x": x, "ids": ids, "weights": weights}, {"out": out})
-        calls, weights = low_latency_calls_of(self.comm), router_weights("combine_low_latency", weights)
+        check_routes("combine_from_slots", routes, SlotRoutes)
+        check_tensors("combine_from_slots", {"x": x, "ids": ids, "weights": weights}, {"out": out})
+        calls, weights = slot_calls_of(self.comm), router_weights("combine_from_slots", weights)
         if not needs_gradient(x, weights):
-            return calls.combine(x, ids, weights, handle, out, format=format, call="combine_low_latency")[0]
+            return calls.combine(x, ids, weights, routes, out, format=format)[0]
         if format != "bf16":
             raise ValueError(
-                f"combine_low_latency: rows of {format} have no gradient: use the format bf16, or pass detached tensors"
+                f"combine_from_slots: rows of {format} have no gradient: use the format bf16, or pass detached tensors"
             )
         if out is not None:
-            raise ValueError("combine_low_latency: with out there is no gradient: pass no out, or detached tensors")
-        result: Tensor = CombineLowLatency.apply(x, weights, ids, calls, self._calls, handle)  # type: ignore[no-untyped-call]
+            raise ValueError("combine_from_slots: with out there is no gradient: pass no out, or detached tensors")
+        result: Tensor = CombineFromSlots.apply(x, weights, ids, calls, self._calls, routes)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -259,9 +259,9 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, calls: Calls, plain: list[Any], call: Any) -> Any:
         layout, ids, scales, capacity = call
-        received, handle = calls.dispatch(x, layout, ids, weights, scales, capacity)
-        plain += [received.ids, received.scales, handle]
-        ctx.calls, ctx.handle, ctx.ids = calls, handle, received.ids
+        received, routes = calls.dispatch(x, layout, ids, weights, scales, capacity)
+        plain += [received.ids, received.scales, routes]
+        ctx.calls, ctx.routes, ctx.ids = calls, routes, received.ids
         return received.x, received.weights
 
     @staticmethod
@@ -269,20 +269,20 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor) -> Any:
         # The weight of a choice whose expert is elsewhere is a constant.
         masked = grad_weights.float().masked_fill(ctx.ids < 0, 0)
-        of_x, of_weights = ctx.calls.combine(rows_of_gradient(grad_x, masked), ctx.handle, masked)
+        of_x, of_weights = ctx.calls.combine(rows_of_gradient(grad_x, masked), ctx.routes, masked)
         return None if is_code(grad_x) else of_x, of_weights, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, calls: Calls, handle: Handle, *biases: Tensor) -> Any:
-        ctx.calls, ctx.handle, ctx.biases = calls, handle, len(biases)
-        return calls.combine(x, handle, biases=biases)[0]
+    def forward(ctx: Any, x: Tensor, calls: Calls, routes: ByTokenRoutes, *biases: Tensor) -> Any:
+        ctx.calls, ctx.routes, ctx.biases = calls, routes, len(biases)
+        return calls.combine(x, routes, biases=biases)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad_x = ctx.calls.dispatch_along(grad, ctx.handle).x
-        if ctx.handle.num_received != ctx.handle.rows:
-            grad_x.masked_fill_((ctx.handle.recv_src_idx < 0).unsqueeze(1), 0)
+        grad_x = ctx.calls.dispatch_along(grad, ctx.routes).x
+        if ctx.routes.num_received != ctx.routes.rows:
+            grad_x.masked_fill_((ctx.routes.recv_src_idx < 0).unsqueeze(1), 0)
         return grad_x, None, None, *[grad] * ctx.biases

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from antiphon._operators import Operators
 from antiphon.moe._arguments import check_rows, whole
-from antiphon.moe._calls import Calls, calls_of, routes_size
+from antiphon.moe._calls import Calls, calls_of, words_size
 from antiphon.torch.ops import named_communicator, named_world_size
 
 __all__: list[str] = []
@@ -37,13 +37,13 @@ def _calls(group: str, x: Tensor) -> Calls:
 
 def _dispatch(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, capacity: int, group: str) -> Any:
     calls = _calls(group, x)
-    received, handle = calls.dispatch(x, calls.layout(ids, num_experts), ids, weights, None, capacity)
-    return received.x, received.ids, received.weights, calls.routes(handle)
+    received, made = calls.dispatch(x, calls.layout(ids, num_experts), ids, weights, None, capacity)
+    return received.x, received.ids, received.weights, calls.words_of(made)
 
 
 def _dispatch_fake(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, capacity: int, group: str) -> Any:
     top_k = ids.shape[1]
-    size = routes_size(x.device, named_world_size(group), num_experts, x.shape[0], capacity)
+    size = words_size(x.device, named_world_size(group), num_experts, x.shape[0], capacity)
     return (
         x.new_empty(capacity, x.shape[1]),
         ids.new_empty(capacity, top_k),
@@ -61,8 +61,8 @@ def _combine(
     if weights is not None and list(weights.shape) != [len(rows), top_k]:
         expected, found = [len(rows), top_k], list(weights.shape)
         raise ValueError(f"moe_combine: the weights must be of shape [capacity, top_k] = {expected}, not {found}")
-    handle = calls.handle_of_routes(routes, num_experts, num_tokens, len(rows), top_k)
-    sums, weight_sums = calls.sum_along(handle, rows, weights)
+    core = calls.routes_of_words(routes, num_experts, num_tokens, len(rows), top_k)
+    sums, weight_sums = calls.sum_along(core, rows, weights)
     return sums, rows.new_empty(0, dtype=torch.float32) if weight_sums is None else weight_sums
 
 
@@ -77,13 +77,13 @@ def _dispatch_along(
     x: Tensor, routes: Tensor, num_experts: int, capacity: int, top_k: int, group: str
 ) -> Tensor:
     calls = _calls(group, x)
-    handle = calls.handle_of_routes(routes, num_experts, len(x), capacity, top_k)
-    received = calls.rows_along(handle, x).x
+    core = calls.routes_of_words(routes, num_experts, len(x), capacity, top_k)
+    received = calls.rows_along(core, x).x
     if received.is_cuda:
         # Only the GPU knows which rows arrive: those whose token is not −1.
         received.masked_fill_((routes[-capacity:] < 0).unsqueeze(1), 0)
-    elif handle.num_received != capacity:
-        received[handle.num_received :] = 0
+    elif core.num_received != capacity:
+        received[core.num_received :] = 0
     return received
 
 

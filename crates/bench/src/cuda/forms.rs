@@ -1,15 +1,15 @@
-//! The low-latency and the hybrid form of dispatch and combine, which `tail` measures beside the normal one.
+//! Dispatch and combine to slots and by expert, which `tail` measures beside those by token.
 
 use antiphon::{
     device::cuda::StreamRef,
     moe::{
-        CombineFormat, HybridCombine, HybridDispatch, HybridOrder, HybridRouting, HybridTokens,
-        LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyReceived, MoeConfig, RowFormat,
-        cuda::{CudaMoe, HandleMemory},
-        hybrid::cuda::CudaHybridHandle,
-        low_latency::{
-            LowLatency,
-            cuda::{CudaLowLatency, CudaLowLatencyHandle},
+        ByExpertCombine, ByExpertDispatch, ByExpertOrder, ByExpertRouting, ByExpertTokens, CombineFormat,
+        MoeConfig, ReceivedSlots, RowFormat, SlotCombine, SlotDispatch, SlotFormat,
+        by_expert::cuda::CudaByExpertRoutes,
+        cuda::{CudaMoe, RouteMemory},
+        slots::{
+            SlotLimits,
+            cuda::{CudaSlotRoutes, CudaSlots},
         },
     },
     operation::Operation,
@@ -23,9 +23,9 @@ use crate::{
 };
 
 const DTYPE: DType = DType::BF16;
-/// The most tokens of a rank in a low-latency call, as engines that decode have it.
+/// The most tokens of a rank in a call to slots, as engines that decode have it.
 const MOST_TOKENS: usize = 128;
-/// Rows of an expert are a multiple of this in the hybrid form, as grouped products want it.
+/// The rows of each expert are padded to a multiple of this, as grouped products want it.
 const PAD_MULTIPLE: usize = 32;
 
 /// The contender of an operation, for at most `shape[0]` tokens of each rank; `None` for other operations and for too many tokens. NCCL has
@@ -36,11 +36,11 @@ pub(super) fn contenders<'a>(
     shape: [usize; 2],
 ) -> Result<Option<Contenders<'a>>> {
     let ours: OnStream<'a> = match operation {
-        Operation::LowLatencyDispatch | Operation::LowLatencyCombine if shape[0] <= MOST_TOKENS => {
-            Box::new(LowLatencyForm::new(rank, operation, shape)?)
+        Operation::DispatchToSlots | Operation::CombineFromSlots if shape[0] <= MOST_TOKENS => {
+            Box::new(SlotForm::new(rank, operation, shape)?)
         }
-        Operation::HybridDispatch | Operation::HybridCombine => {
-            Box::new(HybridForm::new(rank, operation, shape)?)
+        Operation::DispatchByExpert | Operation::CombineByExpert => {
+            Box::new(ByExpertForm::new(rank, operation, shape)?)
         }
         _ => return Ok(None),
     };
@@ -48,9 +48,9 @@ pub(super) fn contenders<'a>(
 }
 
 /// Dispatch of rows of bf16 in FP8, and combine of rows of bf16.
-struct LowLatencyForm {
+struct SlotForm {
     operation: Operation,
-    moe: CudaLowLatency,
+    moe: CudaSlots,
     num_experts: usize,
     x: Tensor,
     ids: Tensor,
@@ -62,21 +62,21 @@ struct LowLatencyForm {
     layout_range: Tensor,
     rows: Tensor,
     output: Tensor,
-    /// The handle of every dispatch: a graph's calls need them. The first is the combines'.
-    handles: Vec<CudaLowLatencyHandle>,
+    /// The routes of every dispatch: a graph's calls need them. The first is the combines'.
+    routes: Vec<CudaSlotRoutes>,
 }
 
-impl LowLatencyForm {
+impl SlotForm {
     fn new(rank: &Rank<'_>, operation: Operation, [tokens, hidden]: [usize; 2]) -> Result<Self> {
         let Rank { comm, context, stream, .. } = *rank;
         let num_experts = LOCAL_EXPERTS * comm.world_size();
-        let most = LowLatency { max_tokens: MOST_TOKENS, hidden, num_experts, top_k: TOP_K };
+        let most = SlotLimits { max_tokens: MOST_TOKENS, hidden, num_experts, top_k: TOP_K };
         let slots = comm.world_size() * MOST_TOKENS;
         let ids = choices(comm.rank(), tokens, num_experts);
         let new = |dtype, shape: &[usize]| Tensor::zeros(context, stream, dtype, shape);
         let mut form = Self {
             operation,
-            moe: CudaLowLatency::new(comm, context, most)?,
+            moe: CudaSlots::new(comm, context, most)?,
             num_experts,
             x: new(DTYPE, &[tokens, hidden])?,
             ids: Tensor::holding(context, stream, &[tokens, TOP_K], &ids)?,
@@ -88,20 +88,20 @@ impl LowLatencyForm {
             layout_range: new(DType::I64, &[LOCAL_EXPERTS, comm.world_size()])?,
             rows: new(DTYPE, &[LOCAL_EXPERTS, slots, hidden])?,
             output: new(DTYPE, &[tokens, hidden])?,
-            handles: Vec::new(),
+            routes: Vec::new(),
         };
         form.dispatch(stream.borrow())?;
         Ok(form)
     }
 
     fn dispatch(&mut self, stream: StreamRef<'_>) -> Result<()> {
-        let call = LowLatencyDispatch {
+        let call = SlotDispatch {
             max_tokens: MOST_TOKENS,
             num_experts: self.num_experts,
-            format: LowLatencyFormat::Fp8,
+            format: SlotFormat::Fp8,
             x: self.x.view(),
             ids: self.ids.view(),
-            received: LowLatencyReceived {
+            received: ReceivedSlots {
                 x: self.codes.view_mut(),
                 scales: Some(self.scales.view_mut()),
                 counts: self.counts.view_mut(),
@@ -112,13 +112,13 @@ impl LowLatencyForm {
             },
         };
         // SAFETY: the tensors live as long as `self`, and the driver waits for the stream before it drops that.
-        let handle = unsafe { self.moe.dispatch(&call, stream) }?;
-        self.handles.push(handle);
+        let routes = unsafe { self.moe.dispatch(&call, stream) }?;
+        self.routes.push(routes);
         Ok(())
     }
 
     fn combine(&self, stream: StreamRef<'_>) -> Result<()> {
-        let call = LowLatencyCombine {
+        let call = SlotCombine {
             format: CombineFormat::Bf16,
             rows: self.rows.view(),
             ids: self.ids.view(),
@@ -127,20 +127,20 @@ impl LowLatencyForm {
             waits: None,
         };
         // SAFETY: as above.
-        Ok(unsafe { self.moe.combine(&self.handles[0], &call, stream) }?)
+        Ok(unsafe { self.moe.combine(&self.routes[0], &call, stream) }?)
     }
 }
 
-/// Rows by expert, along a handle.
-struct HybridForm {
+/// Rows by expert, along routes.
+struct ByExpertForm {
     operation: Operation,
     moe: CudaMoe,
-    handle: CudaHybridHandle,
+    routes: CudaByExpertRoutes,
     x: Tensor,
     rows: Tensor,
 }
 
-impl HybridForm {
+impl ByExpertForm {
     fn new(rank: &Rank<'_>, operation: Operation, [tokens, hidden]: [usize; 2]) -> Result<Self> {
         let Rank { comm, context, stream, .. } = *rank;
         let num_experts = LOCAL_EXPERTS * comm.world_size();
@@ -150,32 +150,32 @@ impl HybridForm {
         }
         let map = Tensor::holding(context, stream, &[tokens, num_experts], &map)?;
         let moe = CudaMoe::new(comm, context, MoeConfig::for_gpus())?;
-        let routing = HybridRouting {
+        let routing = ByExpertRouting {
             map: map.view(),
-            order: HybridOrder::Experts { pad_multiple: PAD_MULTIPLE, capacity: None },
+            order: ByExpertOrder::Experts { pad_multiple: PAD_MULTIPLE, capacity: None },
             format: RowFormat { hidden, dtype: DTYPE, scales: None },
         };
         // SAFETY: the map lives until the call, which waits for the counts, has ended.
-        let handle = unsafe { moe.hybrid_notify(&routing, HandleMemory::Own, stream.borrow()) }?;
-        let rows = Tensor::zeros(context, stream, DTYPE, &[handle.rows(), hidden])?;
+        let routes = unsafe { moe.notify_by_expert(&routing, RouteMemory::Own, stream.borrow()) }?;
+        let rows = Tensor::zeros(context, stream, DTYPE, &[routes.rows(), hidden])?;
         let x = Tensor::zeros(context, stream, DTYPE, &[tokens, hidden])?;
-        let form = Self { operation, moe, x, rows, handle };
+        let form = Self { operation, moe, x, rows, routes };
         // A combine needs a dispatch before it.
         form.dispatch(stream.borrow())?;
         Ok(form)
     }
 
     fn dispatch(&self, stream: StreamRef<'_>) -> Result<()> {
-        let received = HybridTokens::of(self.rows.view_mut());
-        let call = HybridDispatch { tokens: HybridTokens::of(self.x.view()), received };
+        let received = ByExpertTokens::of(self.rows.view_mut());
+        let call = ByExpertDispatch { tokens: ByExpertTokens::of(self.x.view()), received };
         // SAFETY: the tensors live as long as `self`, and the driver waits for the stream before it drops that.
-        Ok(unsafe { self.moe.hybrid_dispatch(&self.handle, call, stream) }?)
+        Ok(unsafe { self.moe.dispatch_by_expert(&self.routes, call, stream) }?)
     }
 
     fn combine(&self, stream: StreamRef<'_>) -> Result<()> {
-        let call = HybridCombine::of(self.rows.view(), self.x.view_mut());
+        let call = ByExpertCombine::of(self.rows.view(), self.x.view_mut());
         // SAFETY: as above.
-        Ok(unsafe { self.moe.hybrid_combine(&self.handle, call, stream) }?)
+        Ok(unsafe { self.moe.combine_by_expert(&self.routes, call, stream) }?)
     }
 }
 
@@ -203,5 +203,5 @@ macro_rules! contender {
     };
 }
 
-contender!(LowLatencyForm, LowLatencyDispatch);
-contender!(HybridForm, HybridDispatch);
+contender!(SlotForm, DispatchToSlots);
+contender!(ByExpertForm, DispatchByExpert);

@@ -1,4 +1,4 @@
-//! Dispatch and combine of a mixture of experts, along a handle; beside NCCL's all-to-all with a gather before it or a sum behind it.
+//! Dispatch and combine of a mixture of experts, along routes; beside NCCL's all-to-all with a gather before it or a sum behind it.
 
 use std::rc::Rc;
 
@@ -7,7 +7,7 @@ use antiphon::{
     device::cuda::{Context, Function, LaunchConfig, StreamRef},
     moe::{
         Combine, Dispatch, Layout, MoeConfig, Routing, RowFormat, Tokens,
-        cuda::{CudaHandle, CudaMoe, HandleMemory},
+        cuda::{CudaByTokenRoutes, CudaMoe, RouteMemory},
     },
     operation::{Call, Operation},
     tensor::{DType, Element},
@@ -41,7 +41,7 @@ pub(super) struct Experts {
 /// One case: its routes, ours and those that NCCL's calls need.
 struct Routes<'a> {
     experts: &'a Experts,
-    handle: CudaHandle,
+    routes: CudaByTokenRoutes,
     tokens: usize,
     hidden: usize,
     /// Elements that this rank sends to each, and gets from each, in a dispatch.
@@ -102,10 +102,10 @@ impl<'a> Routes<'a> {
             capacity: None,
         };
         // SAFETY: the layout's tensors live until the call has ended, which waits for the counts.
-        let handle = unsafe { experts.moe.notify(&routing, HandleMemory::Own, rank.stream.borrow()) }?;
+        let routes = unsafe { experts.moe.notify(&routing, RouteMemory::Own, rank.stream.borrow()) }?;
         Ok(Self {
             experts,
-            handle,
+            routes,
             tokens,
             hidden,
             sends: (0..world_size).map(|to| counts(mine, to)).collect(),
@@ -127,16 +127,16 @@ impl<'a> Routes<'a> {
         to: &Tensor,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        let (tokens, rows) = ([self.tokens, self.hidden], [self.handle.rows(), self.hidden]);
+        let (tokens, rows) = ([self.tokens, self.hidden], [self.routes.rows(), self.hidden]);
         // SAFETY: passed on.
         unsafe {
             if collective == Collective::DISPATCH {
                 let received = Tokens::of(to.begin(&rows));
                 let call = Dispatch { tokens: Tokens::of(from.begin(&tokens).into_view()), received };
-                return Ok(self.experts.moe.dispatch(&self.handle, call, stream)?);
+                return Ok(self.experts.moe.dispatch(&self.routes, call, stream)?);
             }
             let call = Combine::of(from.begin(&rows).into_view(), to.begin(&tokens));
-            Ok(self.experts.moe.combine(&self.handle, call, stream)?)
+            Ok(self.experts.moe.combine(&self.routes, call, stream)?)
         }
     }
 
@@ -196,7 +196,7 @@ pub(super) fn contenders<'a, T: Element>(
     let layouts = layouts(shape(&case)[0], world_size)?;
     let routes = Rc::new(Routes::new(rank, experts, &layouts, &case)?);
     let dispatch = Case { collective: Collective::DISPATCH, ..case };
-    let received = routes.handle.rows() * routes.hidden;
+    let received = routes.routes.rows() * routes.hidden;
     let sent = Tensors::new::<T>(rank, &dispatch, move |output| {
         experts.moe.check()?;
         Ok(wrong_rows(&dispatch, &layouts, me, &output[..received]))

@@ -77,8 +77,8 @@ impl Call {
             Subject::All => sums.into_iter().chain(plain.map(Self::Of)).collect(),
             Subject::Mixed => settings.collectives().into_iter().map(Self::Of).collect(),
             Subject::One(Collective::ALL_REDUCE) => sums.into(),
-            Subject::One(of @ Collective::DISPATCH) => forms(of, [LowLatencyDispatch, HybridDispatch]),
-            Subject::One(of @ Collective::COMBINE) => forms(of, [LowLatencyCombine, HybridCombine]),
+            Subject::One(of @ Collective::DISPATCH) => forms(of, [DispatchToSlots, DispatchByExpert]),
+            Subject::One(of @ Collective::COMBINE) => forms(of, [CombineFromSlots, CombineByExpert]),
             Subject::One(of) => plain.into_iter().filter(|&plain| plain == of).map(Self::Of).collect(),
         }
     }

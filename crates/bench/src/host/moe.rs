@@ -2,7 +2,10 @@
 
 use antiphon::{
     collectives::Communicator,
-    moe::{Combine, Dispatch, Handle, Layout, Moe, MoeConfig, MoeError, Routing, RowFormat, Tokens, layout},
+    moe::{
+        ByTokenRoutes, Combine, Dispatch, Layout, Moe, MoeConfig, MoeError, Routing, RowFormat, Tokens,
+        layout,
+    },
     tensor::{Element, TensorView, TensorViewMut},
 };
 
@@ -53,7 +56,7 @@ pub(crate) fn layouts(tokens: usize, world_size: usize) -> Result<Vec<Layout>, M
     (0..world_size).map(of).collect()
 }
 
-/// A dispatch, with its exchange of counts, or a combine along a handle.
+/// A dispatch, with its exchange of counts, or a combine along routes.
 pub(super) struct Routed<'a, T> {
     comm: &'a Communicator,
     case: Case,
@@ -65,7 +68,7 @@ pub(super) struct Routed<'a, T> {
     received: Vec<T>,
     /// What a combine gives.
     output: Vec<T>,
-    handle: Handle,
+    routes: ByTokenRoutes,
 }
 
 impl<'a, T: Element> Routed<'a, T> {
@@ -74,10 +77,10 @@ impl<'a, T: Element> Routed<'a, T> {
         let mut moe = Moe::new(comm, MoeConfig::default())?;
         let input = pattern::input::<T>(case.op, comm.rank(), tokens * hidden);
         let layouts = layouts(tokens, comm.world_size())?;
-        let handle = moe.notify(comm, &routing(&layouts, comm.rank(), &case))?;
+        let routes = moe.notify(comm, &routing(&layouts, comm.rank(), &case))?;
         let (received, output) =
-            (vec![T::default(); handle.rows() * hidden], vec![T::default(); input.len()]);
-        let mut routed = Self { comm, case, moe, layouts, input, received, output, handle };
+            (vec![T::default(); routes.rows() * hidden], vec![T::default(); input.len()]);
+        let mut routed = Self { comm, case, moe, layouts, input, received, output, routes };
         if case.collective == Collective::COMBINE {
             // It takes back what a dispatch brings.
             routed.dispatch(comm)?;
@@ -87,12 +90,12 @@ impl<'a, T: Element> Routed<'a, T> {
 
     fn dispatch(&mut self, comm: &Communicator) -> Result<()> {
         let [tokens, hidden] = shape(&self.case);
-        let received = TensorViewMut::new(&mut self.received, &[self.handle.rows(), hidden])?;
+        let received = TensorViewMut::new(&mut self.received, &[self.routes.rows(), hidden])?;
         let call = Dispatch {
             tokens: Tokens::of(TensorView::new(&self.input, &[tokens, hidden])?),
             received: Tokens::of(received),
         };
-        Ok(self.moe.dispatch(comm, &self.handle, call)?)
+        Ok(self.moe.dispatch(comm, &self.routes, call)?)
     }
 }
 
@@ -115,13 +118,13 @@ impl<T: Element> Contender<&Communicator> for Routed<'_, T> {
 
     fn call(&mut self, comm: &Communicator) -> Result<()> {
         if self.case.collective == Collective::DISPATCH {
-            self.handle = self.moe.notify(comm, &routing(&self.layouts, comm.rank(), &self.case))?;
+            self.routes = self.moe.notify(comm, &routing(&self.layouts, comm.rank(), &self.case))?;
             return self.dispatch(comm);
         }
         let [tokens, hidden] = shape(&self.case);
-        let rows = TensorView::new(&self.received, &[self.handle.rows(), hidden])?;
+        let rows = TensorView::new(&self.received, &[self.routes.rows(), hidden])?;
         let output = TensorViewMut::new(&mut self.output, &[tokens, hidden])?;
-        Ok(self.moe.combine(comm, &self.handle, Combine::of(rows, output))?)
+        Ok(self.moe.combine(comm, &self.routes, Combine::of(rows, output))?)
     }
 
     fn check(&mut self, comm: &Communicator) -> Result<Wrong> {

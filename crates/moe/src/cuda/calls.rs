@@ -1,4 +1,4 @@
-//! The calls of the layout and of the normal form between GPUs.
+//! The layout, and the calls by token, between GPUs.
 
 use std::{
     sync::Arc,
@@ -14,17 +14,17 @@ use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
 use super::{
     Blocks, CudaMoe,
-    handle::{Arrived, CudaHandle, HandleMemory, HandleWords, Memory, Plan},
+    routes::{Arrived, CudaByTokenRoutes, Memory, Plan, RouteMemory, RouteWords},
 };
 use crate::{
     Combine, Dispatch, Routing,
+    by_token::{check_routing, signature_of_routing},
     error::{MoeError, Result, refused},
-    handle::Traffic,
     layout::{
         check_limits,
         cuda::{Counting, Kernel, LayoutCall},
     },
-    normal::{check_routing, signature_of_routing},
+    routes::Traffic,
     tensors::{ID_TYPES, Name},
 };
 
@@ -82,23 +82,23 @@ impl CudaMoe {
     /// As [`Moe::notify`](crate::Moe::notify), with a routing on the GPU.
     ///
     /// Without a capacity it waits for the counts of all ranks, and so cannot be captured. With one it waits for nothing, and may
-    /// be: what is captured uses the handle's memory as long as the graph lives.
+    /// be: what is captured uses the routes' memory as long as the graph lives.
     ///
     /// # Errors
     /// As there; [`MoeError::Captured`] for a stream that is being captured, without a capacity.
     ///
     /// # Safety
-    /// No other code writes the routing until the stream has passed this call. Memory of [`HandleMemory::Callers`] is used for nothing
-    /// else as long as the handle is used, or a graph that has its calls.
+    /// No other code writes the routing until the stream has passed this call. Memory of [`RouteMemory::Callers`] is used for nothing
+    /// else as long as the routes are used, or a graph that has calls along them.
     pub unsafe fn notify(
         &self,
         routing: &Routing<'_>,
-        memory: HandleMemory<'_>,
+        memory: RouteMemory<'_>,
         stream: StreamRef<'_>,
-    ) -> Result<CudaHandle> {
+    ) -> Result<CudaByTokenRoutes> {
         if routing.capacity.is_none() && stream.is_capturing()? {
             let problem = "without a capacity it waits for the counts, and cannot be captured: pass a capacity \
-                           (num_worst_tokens), or capture calls along a handle";
+                           (num_worst_tokens), or capture calls along routes";
             return Err(MoeError::Captured { call: "dispatch", problem });
         }
         let tokens = check_routing(routing, self.world_size())?;
@@ -112,14 +112,14 @@ impl CudaMoe {
         self.or_fail(self.with_counts(routing, plan, sources, stream))
     }
 
-    /// The handle, when the counts are exchanged.
+    /// Makes the routes when the counts are exchanged.
     fn with_counts(
         &self,
         routing: &Routing<'_>,
         plan: Plan,
         sources: Option<Memory>,
         stream: StreamRef<'_>,
-    ) -> Result<CudaHandle> {
+    ) -> Result<CudaByTokenRoutes> {
         let arrived = match routing.capacity {
             Some(_) => None,
             None => Some(self.wait_for_counts(&signature_of_routing(routing), plan.words.local, stream)?),
@@ -132,9 +132,9 @@ impl CudaMoe {
             Some(sources) => sources,
             None => Memory::Pooled(self.pool.take(rows * 4)?),
         };
-        Ok(CudaHandle {
+        Ok(CudaByTokenRoutes {
             owner: self.token.clone(),
-            number: self.next_handle(),
+            number: self.next_routes(),
             num_experts: routing.num_experts,
             top_k: routing.top_k,
             rows,
@@ -145,21 +145,21 @@ impl CudaMoe {
         })
     }
 
-    /// The handle of a dispatch that left its words and sources in these tensors. Each token had `top_k` choices.
+    /// The routes of a dispatch that left its words and sources in these tensors. Each token had `top_k` choices.
     ///
     /// # Errors
     /// [`MoeError`] for tensors of other dtypes, shapes or devices.
     ///
     /// # Safety
     /// A dispatch of this instance, with these numbers, has written them, and no other code has since. They live as long as the
-    /// handle is used, or a graph that has its calls.
-    pub unsafe fn handle_of(
+    /// routes are used, or a graph that has calls along them.
+    pub unsafe fn routes_of(
         &self,
         (words, sources): (&TensorView<'_>, &TensorView<'_>),
         [num_experts, tokens, top_k]: [usize; 3],
-    ) -> Result<CudaHandle> {
+    ) -> Result<CudaByTokenRoutes> {
         let name = |which| Name { call: "combine", which };
-        let layout = HandleWords::new(self.world_size(), num_experts, tokens);
+        let layout = RouteWords::new(self.world_size(), num_experts, tokens);
         let rows = sources.numel();
         for (which, view, count) in [("routes", words, layout.total()), ("sources", sources, rows)] {
             name(which).has_dtype(view.dtype(), &[DType::I32])?;
@@ -167,7 +167,7 @@ impl CudaMoe {
         }
         let plan =
             Plan { memory: Memory::Callers(name("routes").address(words, self.device())?), words: layout };
-        Ok(CudaHandle {
+        Ok(CudaByTokenRoutes {
             owner: self.token.clone(),
             number: 0,
             num_experts,
@@ -180,14 +180,14 @@ impl CudaMoe {
         })
     }
 
-    /// The memory of a handle: its words, and if they are there the sources.
+    /// The memory of routes: that of the words, and, where the caller gave it, that of the sources.
     fn memory(
         &self,
         routing: &Routing<'_>,
         tokens: usize,
-        memory: HandleMemory<'_>,
+        memory: RouteMemory<'_>,
     ) -> Result<(Plan, Option<Memory>)> {
-        let words = HandleWords::new(self.world_size(), routing.num_experts, tokens);
+        let words = RouteWords::new(self.world_size(), routing.num_experts, tokens);
         let name = |which| Name { call: "dispatch", which };
         let callers = |which, view: &TensorView<'_>, count: usize| {
             name(which).has_dtype(view.dtype(), &[DType::I32])?;
@@ -195,12 +195,12 @@ impl CudaMoe {
             Ok::<_, MoeError>(Memory::Callers(name(which).address(view, self.device())?))
         };
         match memory {
-            HandleMemory::Own => {
+            RouteMemory::Own => {
                 let memory = Memory::Pooled(self.pool.take(words.total() * 4)?);
                 Ok((Plan { memory, words }, None))
             }
-            HandleMemory::Callers { words: callers_words, sources } => {
-                let memory = callers("handle's words", &callers_words.as_view(), words.total())?;
+            RouteMemory::Callers { words: callers_words, sources } => {
+                let memory = callers("words of the routes", &callers_words.as_view(), words.total())?;
                 let sources = match (sources, routing.capacity) {
                     (Some(sources), Some(rows)) => Some(callers("sources", &sources.as_view(), rows)?),
                     _ => None,
@@ -264,16 +264,16 @@ impl CudaMoe {
     /// As there; that a peer is lost or late comes with a later call, or [`check`](Self::check).
     ///
     /// # Safety
-    /// Until the stream has passed this call no other code writes the inputs or uses the outputs, and the handle lives.
+    /// Until the stream has passed this call no other code writes the inputs or uses the outputs, and the routes live.
     pub unsafe fn dispatch(
         &self,
-        handle: &CudaHandle,
+        routes: &CudaByTokenRoutes,
         call: Dispatch<'_>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        self.owns(&handle.owner, "dispatch")?;
-        self.move_rows(handle, &call, stream)?;
-        handle.has_rows.store(1, Ordering::Relaxed);
+        self.owns(&routes.owner, "dispatch")?;
+        self.move_rows(routes, &call, stream)?;
+        routes.has_rows.store(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -287,18 +287,18 @@ impl CudaMoe {
     /// As [`dispatch`](Self::dispatch).
     pub unsafe fn combine(
         &self,
-        handle: &CudaHandle,
+        routes: &CudaByTokenRoutes,
         call: Combine<'_>,
         stream: StreamRef<'_>,
     ) -> Result<()> {
-        self.owns(&handle.owner, "combine")?;
-        if handle.has_rows.load(Ordering::Relaxed) == 0 {
-            return Err(MoeError::Handle {
+        self.owns(&routes.owner, "combine")?;
+        if routes.has_rows.load(Ordering::Relaxed) == 0 {
+            return Err(MoeError::Routes {
                 call: "combine",
-                problem: "one along which nothing was dispatched yet",
+                problem: "ones along which nothing was dispatched yet",
             });
         }
-        self.sum_rows(handle, &call, stream)
+        self.sum_rows(routes, &call, stream)
     }
 
     /// The outcome of a step of a call on which the peers count, as they have heard from this rank: if it fails, so does the
@@ -315,16 +315,16 @@ impl CudaMoe {
         })
     }
 
-    /// The number of a new handle.
-    pub(crate) fn next_handle(&self) -> u32 {
-        self.handles.set(self.handles.get().wrapping_add(1).max(1));
-        self.handles.get()
+    /// Draws the number of new routes.
+    pub(crate) fn next_routes(&self) -> u32 {
+        self.last_routes.set(self.last_routes.get().wrapping_add(1).max(1));
+        self.last_routes.get()
     }
 
     pub(crate) fn owns(&self, owner: &Arc<()>, call: &'static str) -> Result<()> {
         match Arc::ptr_eq(owner, &self.token) {
             true => Ok(()),
-            false => Err(MoeError::Handle { call, problem: "of another instance" }),
+            false => Err(MoeError::Routes { call, problem: "of another instance" }),
         }
     }
 }

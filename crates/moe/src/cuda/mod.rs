@@ -4,12 +4,12 @@
 //! a dispatch may run beside an all-reduce of the same communicator on another stream. Kernels poll their own GPU's memory alone.
 //!
 //! *Notify*, one block, numbers this rank's tokens for each rank, and exchanges the counts; the host waits for them. *Dispatch*
-//! pushes records (a token's row with what travels beside it) in order into the receiver's lane of this rank, so the receiver
+//! pushes records (a token's row with its scales and choices) in order into the receiver's lane of this rank, so the receiver
 //! knows the place of each. *Combine* pushes rows back in the same way, and the source sums the rows of a token when all of
 //! them have arrived. A lane is a ring: if a call has more records than a lane, the sender waits until the receiver has read.
 
 mod calls;
-mod handle;
+mod routes;
 
 use std::{cell::Cell, sync::Arc};
 
@@ -20,16 +20,16 @@ use antiphon_fabric::{
 };
 use antiphon_tensor::Device;
 
-pub(crate) use handle::{Arrived, Memory, Plan};
-pub use handle::{CudaHandle, HandleMemory, HandleWords};
+pub(crate) use routes::{Arrived, Memory, Plan};
+pub use routes::{CudaByTokenRoutes, RouteMemory, RouteWords};
 
 use crate::{
     MoeConfig,
+    by_token::cuda::{Moving, Notifying, Staging},
     error::{MoeError, Result, refused},
     layout::{MAX_LOCAL_EXPERTS, cuda::Counting},
-    low_latency::cuda::CudaLowLatency,
-    normal::cuda::{Moving, Notifying, Staging},
     pool::Pool,
+    slots::cuda::CudaSlots,
 };
 
 /// Records in the region begin at multiples of this: a copy between GPUs that straddles lines of the cache takes half as long again.
@@ -49,14 +49,15 @@ pub struct CudaMoe {
     region_bytes: usize,
     num_sms: Cell<u32>,
     pub(crate) token: Arc<()>,
-    handles: Cell<u32>,
+    /// The number of the routes that were made last.
+    last_routes: Cell<u32>,
     /// The counts of Notify, in host memory.
     result: UntilIdle<PinnedMemory>,
     /// The number of the last call that waits for counts, which its kernel writes before them.
     waited: Cell<u32>,
     arrived: Event,
     pub(crate) pool: Arc<Pool>,
-    low_latency: Option<CudaLowLatency>,
+    slots: Option<CudaSlots>,
 }
 
 impl std::fmt::Debug for CudaMoe {
@@ -69,7 +70,7 @@ impl CudaMoe {
     /// Shares memory between the ranks' GPUs. All ranks call it together, each with the context of its GPU.
     ///
     /// # Errors
-    /// As [`Tenant::new`]; [`MoeError::Refused`] for no multiprocessors, or more than there are, and for low-latency calls of a
+    /// As [`Tenant::new`]; [`MoeError::Refused`] for no multiprocessors, or more than there are, and for calls to slots of a
     /// size that none can have.
     pub fn new(comm: &Communicator, context: &Context, config: MoeConfig) -> Result<Self> {
         check_num_sms("CudaMoe::new", config.num_sms, u32::MAX)?;
@@ -81,8 +82,7 @@ impl CudaMoe {
             tenant.load_together(comm, Notifying)?;
             tenant.load_together(comm, Moving { staging: staging(&tenant) })?;
         }
-        let low_latency =
-            config.low_latency.map(|most| CudaLowLatency::new(comm, context, most)).transpose()?;
+        let slots = config.slots.map(|most| CudaSlots::new(comm, context, most)).transpose()?;
         let words = 1 + comm.world_size() * (3 + comm.world_size()) + MAX_LOCAL_EXPERTS;
         let own = || {
             let result = PinnedMemory::allocate(context, words * 4)?;
@@ -94,12 +94,12 @@ impl CudaMoe {
             region_bytes: config.region_bytes,
             num_sms: Cell::new(config.num_sms),
             token: Arc::new(()),
-            handles: Cell::new(0),
+            last_routes: Cell::new(0),
             result,
             waited: Cell::new(0),
             arrived,
             pool: Pool::new(context),
-            low_latency,
+            slots,
         })
     }
 
@@ -118,7 +118,7 @@ impl CudaMoe {
     /// # Errors
     /// As there.
     pub fn check(&self) -> Result<()> {
-        self.low_latency.as_ref().map_or(Ok(()), CudaLowLatency::check)?;
+        self.slots.as_ref().map_or(Ok(()), CudaSlots::check)?;
         Ok(self.tenant.check()?)
     }
 
@@ -127,14 +127,13 @@ impl CudaMoe {
         self.tenant.on_failure(action);
     }
 
-    /// What makes the low-latency calls.
+    /// What makes the calls to and from slots.
     ///
     /// # Errors
-    /// [`MoeError::Refused`] if this was made without [`MoeConfig::low_latency`].
-    pub fn low_latency(&self) -> Result<&CudaLowLatency> {
-        let problem =
-            "the instance was made without low_latency: MoeConfig's, which says how large such calls are";
-        self.low_latency.as_ref().ok_or_else(|| refused("low_latency", problem.into()))
+    /// [`MoeError::Refused`] if this was made without [`MoeConfig::slots`].
+    pub fn slots(&self) -> Result<&CudaSlots> {
+        let problem = "the instance was made without slots: MoeConfig's, which says how large such calls are";
+        self.slots.as_ref().ok_or_else(|| refused("slots", problem.into()))
     }
 
     /// The context of this rank's GPU.
@@ -220,7 +219,7 @@ impl CudaMoe {
         stream: StreamRef<'_>,
     ) -> Result<()> {
         if self.region_bytes == 0 {
-            let problem = "the instance was made with region_bytes 0, for low-latency calls alone";
+            let problem = "the instance was made with region_bytes 0, for calls to slots alone";
             return Err(refused("CudaMoe", problem.into()));
         }
         let loaded = self.tenant.ready(family, stream)?;

@@ -2,9 +2,10 @@
 
 use antiphon_fabric::Communicator;
 use antiphon_moe::{
-    Choices, Combine, Dispatch, Handle, Moe, MoeConfig, MoeError, Routing, RowFormat, Tokens, layout,
+    ByTokenRoutes, Choices, Combine, Dispatch, Moe, MoeConfig, MoeError, Routing, RowFormat, Tokens,
+    by_token::reference::{self, Rank, Row},
+    layout,
     layout::reference as layout_reference,
-    normal::reference::{self, Rank, Row},
 };
 use antiphon_tensor::DType;
 
@@ -153,15 +154,15 @@ impl Case {
     }
 
     /// Does all of it, and compares all that comes with the definition.
-    pub fn check(&self, comm: &Communicator, moe: &mut Moe) -> Handle {
+    pub fn check(&self, comm: &Communicator, moe: &mut Moe) -> ByTokenRoutes {
         let run = Run { case: self, comm, ranks: self.ranks() };
         let received = reference::dispatch(&run.ranks, self.num_experts, self.top_k);
-        let handle = run.notify(moe);
-        run.compare_handle(&handle, &received);
-        run.dispatch(moe, &handle, &received, true);
-        run.combine(moe, &handle, &received);
-        run.dispatch(moe, &handle, &received, false); // cached
-        handle
+        let routes = run.notify(moe);
+        run.compare_routes(&routes, &received);
+        run.dispatch(moe, &routes, &received, true);
+        run.combine(moe, &routes, &received);
+        run.dispatch(moe, &routes, &received, false); // cached
+        routes
     }
 
     /// With a region of its own.
@@ -215,11 +216,11 @@ impl Run<'_> {
         Tensor::holding(self.case.ids, &[rows, self.case.top_k], &content)
     }
 
-    pub fn notify(&self, moe: &mut Moe) -> Handle {
+    pub fn notify(&self, moe: &mut Moe) -> ByTokenRoutes {
         self.try_notify(moe).unwrap()
     }
 
-    pub fn try_notify(&self, moe: &mut Moe) -> Result<Handle, MoeError> {
+    pub fn try_notify(&self, moe: &mut Moe) -> Result<ByTokenRoutes, MoeError> {
         let (case, world_size) = (self.case, self.comm.world_size());
         let ids = self.id_tensor(&self.me().ids, self.me().x.len());
         let layout = layout(&ids.view(), case.num_experts, world_size)?;
@@ -229,27 +230,27 @@ impl Run<'_> {
         moe.notify(self.comm, &Routing { capacity, ..Routing::of(&layout, case.format()) })
     }
 
-    fn compare_handle(&self, handle: &Handle, received: &[Vec<Row<u8>>]) {
+    fn compare_routes(&self, routes: &ByTokenRoutes, received: &[Vec<Row<u8>>]) {
         let (rank, world_size) = (self.comm.rank(), self.comm.world_size());
-        assert_eq!(handle.num_received(), received[rank].len());
+        assert_eq!(routes.num_received(), received[rank].len());
         let unbounded: Vec<Rank<u8>> =
             self.ranks.iter().map(|rank| Rank { capacity: usize::MAX, ..rank.clone() }).collect();
         let all = reference::dispatch(&unbounded, self.case.num_experts, self.case.top_k);
-        assert_eq!(handle.overflow(), all[rank].len() > received[rank].len());
+        assert_eq!(routes.overflow(), all[rank].len() > received[rank].len());
         let counts: Vec<usize> = (0..self.case.num_experts / world_size)
             .map(|expert| {
                 all[rank].iter().flat_map(|row| &row.ids).filter(|&&id| id == expert as i64).count()
             })
             .collect();
-        assert_eq!(handle.tokens_per_expert(), counts);
+        assert_eq!(routes.tokens_per_expert(), counts);
         let prefix =
             |from: usize, to: usize| all[to].iter().filter(|row| row.source.0 <= from).count() as i32;
         let matrix: Vec<i32> = (0..world_size)
             .flat_map(|from| (0..world_size).map(move |to| (from, to)))
             .map(|(f, t)| prefix(f, t))
             .collect();
-        assert_eq!(handle.rank_prefix_matrix(), matrix);
-        for (token, heads) in handle.send_head().chunks(world_size).enumerate() {
+        assert_eq!(routes.rank_prefix_matrix(), matrix);
+        for (token, heads) in routes.send_head().chunks(world_size).enumerate() {
             for (to, &head) in heads.iter().enumerate() {
                 let own: Vec<_> = all[to].iter().filter(|row| row.source.0 == rank).collect();
                 let index = own.iter().position(|row| row.source.1 == token);
@@ -258,9 +259,15 @@ impl Run<'_> {
         }
     }
 
-    pub fn dispatch(&self, moe: &mut Moe, handle: &Handle, received: &[Vec<Row<u8>>], with_choices: bool) {
+    pub fn dispatch(
+        &self,
+        moe: &mut Moe,
+        routes: &ByTokenRoutes,
+        received: &[Vec<Row<u8>>],
+        with_choices: bool,
+    ) {
         let (case, rank) = (self.case, self.comm.rank());
-        let (tokens, rows) = (self.me().x.len(), handle.rows());
+        let (tokens, rows) = (self.me().x.len(), routes.rows());
         let expected = &received[rank];
         let x = Tensor::holding(case.dtype, &[tokens, case.hidden], &self.me().x.concat());
         let ids = self.id_tensor(&self.me().ids, tokens);
@@ -286,7 +293,7 @@ impl Run<'_> {
                     .then(|| Choices { ids: to_ids.view_mut(), weights: to_weights.view_mut() }),
             },
         };
-        moe.dispatch(self.comm, handle, call).unwrap();
+        moe.dispatch(self.comm, routes, call).unwrap();
 
         let padded = |mut content: Vec<u8>, row_bytes: usize| {
             content.resize(rows * row_bytes, UNWRITTEN);
@@ -300,7 +307,7 @@ impl Run<'_> {
             assert!(to_scales.content() == padded(sources.collect(), num_scales * 4), "scales in {case:?}");
         }
         let sources: Vec<i32> = expected.iter().map(|row| row.source.1 as i32).collect();
-        assert_eq!(handle.source_tokens().unwrap(), sources);
+        assert_eq!(routes.source_tokens().unwrap(), sources);
         if with_choices {
             let mut ids: Vec<i64> = expected.iter().flat_map(|row| row.ids.clone()).collect();
             ids.resize(rows * case.top_k, -1);
@@ -310,9 +317,9 @@ impl Run<'_> {
         }
     }
 
-    pub fn combine(&self, moe: &mut Moe, handle: &Handle, received: &[Vec<Row<u8>>]) {
+    pub fn combine(&self, moe: &mut Moe, routes: &ByTokenRoutes, received: &[Vec<Row<u8>>]) {
         let (case, rank) = (self.case, self.comm.rank());
-        let (tokens, rows) = (self.me().x.len(), handle.rows());
+        let (tokens, rows) = (self.me().x.len(), routes.rows());
         let mut made: Vec<u8> = received[rank].iter().flat_map(|row| case.made(rank, row.source)).collect();
         made.resize(rows * case.hidden * case.dtype.size(), UNWRITTEN); // what did not arrive is not read
         let mut grads: Vec<f32> =
@@ -333,7 +340,7 @@ impl Run<'_> {
             output: sums.view_mut(),
             output_weights: Some(weights.view_mut()),
         };
-        moe.combine(self.comm, handle, call).unwrap();
+        moe.combine(self.comm, routes, call).unwrap();
         let size = case.dtype.size();
         let values = |row: &[u8]| row.chunks(size).map(|cell| value(case.dtype, cell)).collect::<Vec<_>>();
         let plus = |dtype: DType| {

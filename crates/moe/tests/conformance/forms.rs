@@ -2,7 +2,7 @@
 
 use antiphon_fabric::Communicator;
 use antiphon_moe::{
-    Combine, Dispatch, Moe, MoeConfig, Routing, RowFormat, Tokens, layout, normal::reference,
+    Combine, Dispatch, Moe, MoeConfig, Routing, RowFormat, Tokens, by_token::reference, layout,
 };
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
@@ -49,12 +49,12 @@ pub fn scales_of_either_kind(comm: &Communicator) {
         let case = Case { dtype: DType::U8, scales: Some(scales), hidden, ..case };
         let run = Run { case: &case, comm, ranks: case.ranks() };
         let received = reference::dispatch(&run.ranks, case.num_experts, case.top_k);
-        let handle = run.notify(&mut moe);
-        run.dispatch(&mut moe, &handle, &received, true);
-        run.dispatch(&mut moe, &handle, &received, false);
+        let routes = run.notify(&mut moe);
+        run.dispatch(&mut moe, &routes, &received, true);
+        run.dispatch(&mut moe, &routes, &received, false);
         // What is made of codes may be of another dtype and length.
         let made = Case { dtype: DType::BF16, scales: None, hidden: 64, ..case.clone() };
-        Run { case: &made, comm, ranks: run.ranks }.combine(&mut moe, &handle, &received);
+        Run { case: &made, comm, ranks: run.ranks }.combine(&mut moe, &routes, &received);
     }
 }
 
@@ -116,12 +116,12 @@ pub fn many_tokens(comm: &Communicator) {
     let run = Run { case: &case, comm, ranks: case.ranks() };
     let received = reference::dispatch(&run.ranks, case.num_experts, case.top_k);
     let mut moe = moe(comm);
-    let handle = run.notify(&mut moe);
-    run.dispatch(&mut moe, &handle, &received, true);
-    run.combine(&mut moe, &handle, &received);
+    let routes = run.notify(&mut moe);
+    run.dispatch(&mut moe, &routes, &received, true);
+    run.combine(&mut moe, &routes, &received);
 }
 
-pub fn two_handles_at_once(comm: &Communicator) {
+pub fn routes_of_two_calls_at_once(comm: &Communicator) {
     let world = comm.world_size();
     let mut moe = moe(comm);
     let cases = [1, 2].map(|seed| Case {
@@ -132,12 +132,12 @@ pub fn two_handles_at_once(comm: &Communicator) {
     let runs = cases.each_ref().map(|case| Run { case, comm, ranks: case.ranks() });
     let received =
         runs.each_ref().map(|run| reference::dispatch(&run.ranks, run.case.num_experts, run.case.top_k));
-    let handles = runs.each_ref().map(|run| run.notify(&mut moe));
+    let routes = runs.each_ref().map(|run| run.notify(&mut moe));
     for index in [0, 1, 1, 0] {
-        runs[index].dispatch(&mut moe, &handles[index], &received[index], true);
+        runs[index].dispatch(&mut moe, &routes[index], &received[index], true);
     }
     for index in [1, 0, 0, 1] {
-        runs[index].combine(&mut moe, &handles[index], &received[index]);
+        runs[index].combine(&mut moe, &routes[index], &received[index]);
     }
 }
 
@@ -162,8 +162,8 @@ pub fn dispatch_and_combine_are_adjoint(comm: &Communicator) {
     let x: Vec<f64> = (0..tokens * hidden).map(|i| number(rank + 9, i) as f64 - 8.0).collect();
     let layout = layout(&TensorView::new(&ids, &[tokens, 3]).unwrap(), experts, world).unwrap();
     let format = RowFormat { hidden, dtype: DType::F64, scales: None };
-    let handle = moe.notify(comm, &Routing::of(&layout, format)).unwrap();
-    let rows = handle.rows();
+    let routes = moe.notify(comm, &Routing::of(&layout, format)).unwrap();
+    let rows = routes.rows();
     let y: Vec<f64> = (0..rows * hidden).map(|i| number(rank + 31, i) as f64 - 8.0).collect();
     let (mut dispatched, mut combined) = (vec![0.0; rows * hidden], vec![0.0; tokens * hidden]);
     let [sent, here] = [[tokens, hidden], [rows, hidden]];
@@ -171,9 +171,9 @@ pub fn dispatch_and_combine_are_adjoint(comm: &Communicator) {
         tokens: Tokens::of(TensorView::new(&x, &sent).unwrap()),
         received: Tokens::of(TensorViewMut::new(&mut dispatched, &here).unwrap()),
     };
-    moe.dispatch(comm, &handle, call).unwrap();
+    moe.dispatch(comm, &routes, call).unwrap();
     let output = TensorViewMut::new(&mut combined, &sent).unwrap();
-    moe.combine(comm, &handle, Combine::of(TensorView::new(&y, &here).unwrap(), output)).unwrap();
+    moe.combine(comm, &routes, Combine::of(TensorView::new(&y, &here).unwrap(), output)).unwrap();
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
     let all = comm.exchange_objects(&format!("{} {}", dot(&dispatched, &y), dot(&x, &combined))).unwrap();
     let total = |part: usize| -> f64 {

@@ -46,12 +46,12 @@ macro_rules! behaviours {
     };
 }
 
+mod by_expert;
 mod case;
 mod disagreement;
 mod forms;
-mod hybrid;
-mod low_latency;
 mod refusals;
+mod slots;
 mod tensor;
 
 behaviours! {
@@ -63,29 +63,29 @@ behaviours! {
     forms::capacities: [world_1 world_2 world_3], processes [world_2];
     forms::as_many_experts_as_ranks: [world_2 world_4 world_8], processes [];
     forms::many_tokens: [world_2], processes [world_2];
-    forms::two_handles_at_once: [world_2 world_3], processes [world_3];
+    forms::routes_of_two_calls_at_once: [world_2 world_3], processes [world_3];
     forms::beside_other_operations: [world_3], processes [];
     forms::dispatch_and_combine_are_adjoint: [world_1 world_3], processes [];
     refusals::arguments_are_refused_with_their_numbers: [world_1 world_2], processes [];
-    refusals::handles_of_others_are_refused: [world_2], processes [];
+    refusals::routes_of_others_are_refused: [world_2], processes [];
     refusals::limits_are_named: [world_2], processes [];
     disagreement::ranks_that_differ_hear_of_it: [world_2 world_3], processes [world_2];
-    low_latency::slots_and_sums: [world_1 world_2 world_4], processes [world_2];
-    low_latency::every_format: [world_1 world_2 world_3], processes [world_2];
-    low_latency::combines_in_logfmt: [world_1 world_2 world_3 world_4], processes [world_2];
-    low_latency::small_regions: [world_2 world_3], processes [];
-    low_latency::choices_that_are_left_out: [world_2], processes [];
-    low_latency::arguments_that_make_no_sense: [world_1 world_2], processes [];
-    low_latency::ranks_that_differ: [world_2], processes [world_2];
-    low_latency::ranks_that_combine_in_different_formats: [world_2 world_3], processes [world_2];
-    hybrid::hybrid_forms: [world_1 world_2 world_4], processes [world_2];
-    hybrid::hybrid_dtypes: [world_1 world_2 world_3], processes [world_2];
-    hybrid::hybrid_capacities: [world_1 world_2 world_3], processes [world_2];
-    hybrid::hybrid_scales_and_probs: [world_2], processes [];
-    hybrid::hybrid_small_regions: [world_2 world_3], processes [];
-    hybrid::hybrid_is_adjoint: [world_1 world_3], processes [];
-    hybrid::hybrid_refusals: [world_1 world_2], processes [];
-    hybrid::hybrid_mismatches: [world_2], processes [world_2];
+    slots::slots_and_sums: [world_1 world_2 world_4], processes [world_2];
+    slots::every_format: [world_1 world_2 world_3], processes [world_2];
+    slots::combines_in_logfmt: [world_1 world_2 world_3 world_4], processes [world_2];
+    slots::small_regions: [world_2 world_3], processes [];
+    slots::choices_that_are_left_out: [world_2], processes [];
+    slots::arguments_that_make_no_sense: [world_1 world_2], processes [];
+    slots::ranks_that_differ: [world_2], processes [world_2];
+    slots::ranks_that_combine_in_different_formats: [world_2 world_3], processes [world_2];
+    by_expert::by_expert_forms: [world_1 world_2 world_4], processes [world_2];
+    by_expert::by_expert_dtypes: [world_1 world_2 world_3], processes [world_2];
+    by_expert::by_expert_capacities: [world_1 world_2 world_3], processes [world_2];
+    by_expert::by_expert_scales_and_probs: [world_2], processes [];
+    by_expert::by_expert_small_regions: [world_2 world_3], processes [];
+    by_expert::by_expert_is_adjoint: [world_1 world_3], processes [];
+    by_expert::by_expert_refusals: [world_1 world_2], processes [];
+    by_expert::by_expert_mismatches: [world_2], processes [world_2];
     disagreement::instances_that_differ_are_named: [world_2], processes [];
 }
 

@@ -24,22 +24,22 @@ pub fn arguments_are_refused_with_their_numbers(comm: &Communicator) {
     let case = Case::new(world, 4 * world, 2);
     let run = Run { case: &case, comm, ranks: case.ranks() };
     let mut moe = Moe::new(comm, MoeConfig::default()).unwrap();
-    let handle = run.notify(&mut moe);
-    let (tokens, rows) = (handle.num_tokens(), handle.rows());
+    let routes = run.notify(&mut moe);
+    let (tokens, rows) = (routes.num_tokens(), routes.rows());
 
     let combine = |moe: &mut Moe, input: &Tensor, output: &mut Tensor| {
-        moe.combine(comm, &handle, Combine::of(input.view(), output.view_mut()))
+        moe.combine(comm, &routes, Combine::of(input.view(), output.view_mut()))
     };
     let wrong = Tensor::unwritten(DType::F32, &[rows, 16]);
     let mut sums = Tensor::unwritten(DType::F32, &[tokens, 16]);
     refused(
         combine(&mut moe, &wrong, &mut sums),
-        "combine: the handle is one along which nothing was dispatched yet",
+        "combine: the routes are ones along which nothing was dispatched yet",
     );
 
     let dispatch = |moe: &mut Moe, from: &Tensor, to: &mut Tensor| {
         let call = Dispatch { tokens: Tokens::of(from.view()), received: Tokens::of(to.view_mut()) };
-        moe.dispatch(comm, &handle, call)
+        moe.dispatch(comm, &routes, call)
     };
     let x = Tensor::unwritten(DType::F32, &[tokens, 16]);
     let mut received = Tensor::unwritten(DType::F32, &[rows, 16]);
@@ -70,7 +70,7 @@ pub fn arguments_are_refused_with_their_numbers(comm: &Communicator) {
         tokens: Tokens { choices: choices(), ..Tokens::of(x.view()) },
         received: Tokens::of(received.view_mut()),
     };
-    refused(moe.dispatch(comm, &handle, call), "dispatch: what goes and what comes must have the same parts");
+    refused(moe.dispatch(comm, &routes, call), "dispatch: what goes and what comes must have the same parts");
     let (mut to_ids, mut to_weights) =
         (Tensor::unwritten(DType::I64, &[rows, 2]), Tensor::unwritten(DType::F32, &[rows, 2]));
     let to = Choices { ids: to_ids.view_mut(), weights: to_weights.view_mut() };
@@ -78,7 +78,7 @@ pub fn arguments_are_refused_with_their_numbers(comm: &Communicator) {
         tokens: Tokens { choices: choices(), ..Tokens::of(x.view()) },
         received: Tokens { choices: Some(to), ..Tokens::of(received.view_mut()) },
     };
-    refused(moe.dispatch(comm, &handle, call), "dispatch: the weights must be f32, not f16");
+    refused(moe.dispatch(comm, &routes, call), "dispatch: the weights must be f32, not f16");
 
     dispatch(&mut moe, &x, &mut received).unwrap();
     refused(
@@ -89,22 +89,22 @@ pub fn arguments_are_refused_with_their_numbers(comm: &Communicator) {
         combine(&mut moe, &Tensor::unwritten(DType::U8, &[rows, 16]), &mut sums),
         "combine: the rows must be f32 or f16 or bf16 or f64, not u8",
     );
-    // Nobody was kept waiting, and the handle is as good as before.
+    // Nobody was kept waiting, and the routes are as good as before.
     combine(&mut moe, &received, &mut sums).unwrap();
 }
 
-pub fn handles_of_others_are_refused(comm: &Communicator) {
+pub fn routes_of_others_are_refused(comm: &Communicator) {
     let case = Case::new(comm.world_size(), 4, 2);
     let mut both = [(); 2].map(|()| Moe::new(comm, MoeConfig::default()).unwrap());
-    let handle = case.check(comm, &mut both[0]);
-    let x = Tensor::unwritten(DType::F32, &[handle.num_tokens(), 16]);
-    let mut received = Tensor::unwritten(DType::F32, &[handle.rows(), 16]);
+    let routes = case.check(comm, &mut both[0]);
+    let x = Tensor::unwritten(DType::F32, &[routes.num_tokens(), 16]);
+    let mut received = Tensor::unwritten(DType::F32, &[routes.rows(), 16]);
     let call = Dispatch { tokens: Tokens::of(x.view()), received: Tokens::of(received.view_mut()) };
-    refused(both[1].dispatch(comm, &handle, call), "dispatch: the handle is of another instance");
+    refused(both[1].dispatch(comm, &routes, call), "dispatch: the routes are of another instance");
     let group = comm.split(Some(0), 0).unwrap().unwrap();
     let call = Dispatch { tokens: Tokens::of(x.view()), received: Tokens::of(received.view_mut()) };
     refused(
-        both[0].dispatch(&group, &handle, call),
+        both[0].dispatch(&group, &routes, call),
         "dispatch: the instance belongs to another communicator",
     );
 }
@@ -129,10 +129,10 @@ pub fn limits_are_named(comm: &Communicator) {
     let mut moe = Moe::new(comm, MoeConfig { region_bytes: 128, ..MoeConfig::default() }).unwrap();
     let layout = layout(&ids(2).view(), 8, 2).unwrap();
     let format = RowFormat { hidden: 16, dtype: DType::F32, scales: None };
-    let handle = moe.notify(comm, &Routing::of(&layout, format)).unwrap();
+    let routes = moe.notify(comm, &Routing::of(&layout, format)).unwrap();
     let (x, mut received) =
-        (Tensor::unwritten(DType::F32, &[3, 16]), Tensor::unwritten(DType::F32, &[handle.rows(), 16]));
+        (Tensor::unwritten(DType::F32, &[3, 16]), Tensor::unwritten(DType::F32, &[routes.rows(), 16]));
     let call = Dispatch { tokens: Tokens::of(x.view()), received: Tokens::of(received.view_mut()) };
     let text = "dispatch: a row takes 80 bytes, half a region of 128 bytes has 64 (raise region_bytes)";
-    refused(moe.dispatch(comm, &handle, call), text);
+    refused(moe.dispatch(comm, &routes, call), text);
 }

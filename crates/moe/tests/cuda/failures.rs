@@ -8,18 +8,18 @@ use std::{
 
 use antiphon_device::cuda::Graph;
 use antiphon_fabric::LocalWorld;
-use antiphon_moe::{LowLatencyFormat, MoeConfig};
+use antiphon_moe::{MoeConfig, SlotFormat};
 use antiphon_tensor::{DType, bf16};
 use antiphon_testing::{Need, need};
 
 use crate::{
-    Calls, DEADLINE, OnGpu, Outcome, Rank,
+    Calls, DEADLINE, OnGpu, Outcome, Rank, by_expert,
+    by_expert_case::ByExpertCase,
     case::Case,
-    check, gpus, hybrid,
-    hybrid_case::HybridCase,
-    low_latency::{self, SMALL},
-    low_latency_case::LowLatencyCase,
-    on_host, that_may_fail,
+    check, gpus, on_host,
+    slot_case::SlotCase,
+    slots::{self, SMALL},
+    that_may_fail,
 };
 
 type FailAllocation = unsafe extern "C" fn(usize, usize) -> u32;
@@ -49,16 +49,16 @@ fn case(world: usize) -> Case {
     Case { dtype: DType::F32, tokens: vec![40; world], ..Case::new(world, 2 * world, 2) }
 }
 
-fn hybrid_case(world: usize) -> HybridCase {
-    HybridCase { dtype: DType::F32, tokens: vec![40; world], ..HybridCase::new(world, 2) }
+fn by_expert_case(world: usize) -> ByExpertCase {
+    ByExpertCase { dtype: DType::F32, tokens: vec![40; world], ..ByExpertCase::new(world, 2) }
 }
 
 /// The tensors of a case of the test, which are allocated before it exchanges counts.
 const TENSORS: usize = 6;
-/// Those of a hybrid case, with the words of its handle.
-const HYBRID_TENSORS: usize = 4;
+/// The tensors of a case by expert, with the words of its routes.
+const BY_EXPERT_TENSORS: usize = 4;
 
-/// Without memory for the words of a handle nothing has happened, and the call may be made again. The peers wait for it meanwhile.
+/// Without memory for the words of routes nothing has happened, and the call may be made again. The peers wait for it meanwhile.
 #[test]
 fn no_memory_before_counts_are_exchanged_is_a_refusal_on_2_gpus() {
     let (Some(_), Some(fail)) = (gpus(2), fail_allocation()) else { return };
@@ -118,18 +118,18 @@ fn rows_without_memory(world: usize) {
     });
 }
 
-fn hybrid_rows_without_memory(world: usize) {
-    no_memory_behind_the_counts(world, HYBRID_TENSORS + 1, |rank, fails| {
-        let case = hybrid_case(rank.comm.world_size());
+fn by_expert_rows_without_memory(world: usize) {
+    no_memory_behind_the_counts(world, BY_EXPERT_TENSORS + 1, |rank, fails| {
+        let case = by_expert_case(rank.comm.world_size());
         fails(rank);
-        hybrid::Calls::new(rank, &case)?.dispatch(rank)
+        by_expert::Calls::new(rank, &case)?.dispatch(rank)
     });
 }
 
 #[test]
 fn peers_hear_of_a_rank_without_memory_on_2_gpus() {
     rows_without_memory(2);
-    hybrid_rows_without_memory(2);
+    by_expert_rows_without_memory(2);
 }
 
 #[test]
@@ -139,7 +139,7 @@ fn peers_hear_of_a_rank_without_memory_on_3_gpus() {
 
 #[test]
 fn peers_hear_of_a_rank_without_memory_on_4_gpus() {
-    hybrid_rows_without_memory(4);
+    by_expert_rows_without_memory(4);
 }
 
 #[test]
@@ -237,7 +237,7 @@ fn whichever_allocation_fails(world: usize, config: MoeConfig, calls: impl Fn(&m
 #[test]
 fn whichever_allocation_fails_the_peers_hear_of_it_on_2_gpus() {
     whichever_allocation_fails(2, MoeConfig::for_gpus(), |rank| check(rank, &case(2)));
-    whichever_allocation_fails(2, MoeConfig::for_gpus(), |rank| hybrid::check(rank, &hybrid_case(2)));
+    whichever_allocation_fails(2, MoeConfig::for_gpus(), |rank| by_expert::check(rank, &by_expert_case(2)));
 }
 
 #[test]
@@ -303,18 +303,17 @@ fn in_vain(world: usize) {
         sums_in_vain(rank, &mut calls, |calls, rank| calls.combine(rank), |calls| &calls.sums[0])
     });
     that_may_fail(world, MoeConfig::for_gpus(), |rank| {
-        let mut calls = hybrid::Calls::new(rank, &hybrid_case(world))?;
+        let mut calls = by_expert::Calls::new(rank, &by_expert_case(world))?;
         calls.run(rank)?;
         sums_in_vain(rank, &mut calls, |calls, rank| calls.combine(rank), |calls| &calls.sums[0])
     });
     that_may_fail(world, SMALL, |rank| {
-        let case = LowLatencyCase::new(case(world), LowLatencyFormat::Bf16);
-        let mut calls = low_latency::Calls::new(rank, &case)?;
-        let handle = calls.dispatch(rank, rank.moe.low_latency()?)?;
-        calls.combine(rank, rank.moe.low_latency()?, &handle)?;
-        let combine = |calls: &mut low_latency::Calls<'_>, rank: &Rank| {
-            calls.combine(rank, rank.moe.low_latency()?, &handle)
-        };
+        let case = SlotCase::new(case(world), SlotFormat::Bf16);
+        let mut calls = slots::Calls::new(rank, &case)?;
+        let routes = calls.dispatch(rank, rank.moe.slots()?)?;
+        calls.combine(rank, rank.moe.slots()?, &routes)?;
+        let combine =
+            |calls: &mut slots::Calls<'_>, rank: &Rank| calls.combine(rank, rank.moe.slots()?, &routes);
         sums_in_vain(rank, &mut calls, combine, |calls| &calls.sums)
     });
 }

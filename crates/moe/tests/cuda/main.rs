@@ -2,23 +2,23 @@
 //! rank a test is recorded as skipped. Threads cannot share a GPU here: a rank that loads a kernel or frees memory waits for all kernels
 //! of the process, and a kernel of the other rank may wait for this rank. The Python tests have processes, which can.
 
+mod by_expert;
+#[allow(dead_code)]
+#[path = "../conformance/by_expert.rs"]
+mod by_expert_case;
 #[allow(dead_code)] // the tests of the host use all of it
 #[path = "../conformance/case.rs"]
 mod case;
 mod failures;
-mod hybrid;
-#[allow(dead_code)]
-#[path = "../conformance/hybrid.rs"]
-mod hybrid_case;
-mod low_latency;
-#[allow(dead_code)]
-#[path = "../conformance/low_latency.rs"]
-mod low_latency_case;
 mod orders;
 mod refused;
 mod rings;
 #[path = "../../../fabric/tests/cuda/rotation.rs"]
 mod rotation;
+#[allow(dead_code)]
+#[path = "../conformance/slots.rs"]
+mod slot_case;
+mod slots;
 #[allow(dead_code)]
 #[path = "../conformance/tensor.rs"]
 mod tensor;
@@ -29,9 +29,9 @@ use antiphon_device::cuda::{Context, DeviceMemory, Driver, Graph, Stream};
 use antiphon_fabric::{Communicator, FabricError, LocalWorld, gpu::Tenant};
 use antiphon_moe::{
     Choices, Combine, Dispatch, Layout, Moe, MoeConfig, MoeError, Routing, Tokens,
-    cuda::{CudaHandle, CudaMoe, HandleMemory},
+    by_token::reference,
+    cuda::{CudaByTokenRoutes, CudaMoe, RouteMemory},
     layout,
-    normal::reference,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 use antiphon_testing::{gpus, sized};
@@ -174,8 +174,8 @@ fn on_host(rank: &mut Rank, case: &Case) -> Outcome<(Layout, [Tensor; 3], [Tenso
     let layout = layout(&ids.view(), case.num_experts, world_size)?;
     let capacity = case.capacity.as_ref().map(|rows| rows[rank.comm.rank()]);
     let routing = Routing { capacity, ..Routing::of(&layout, case.format()) };
-    let handle = rank.host.notify(&rank.comm, &routing)?;
-    let (rows, tokens) = (handle.rows(), handle.num_tokens());
+    let routes = rank.host.notify(&rank.comm, &routing)?;
+    let (rows, tokens) = (routes.rows(), routes.num_tokens());
     let mut to_x = Tensor::unwritten(case.dtype, &[rows, case.hidden]);
     let mut to_ids = Tensor::unwritten(DType::I64, &[rows, case.top_k]);
     let mut to_weights = Tensor::unwritten(DType::F32, &[rows, case.top_k]);
@@ -188,7 +188,7 @@ fn on_host(rank: &mut Rank, case: &Case) -> Outcome<(Layout, [Tensor; 3], [Tenso
         },
         received: Tokens { x: to_x.view_mut(), scales: None, choices: Some(choices) },
     };
-    rank.host.dispatch(&rank.comm, &handle, call)?;
+    rank.host.dispatch(&rank.comm, &routes, call)?;
     let mut sums = Tensor::unwritten(case.dtype, &[tokens, case.hidden]);
     let mut weight_sums = Tensor::unwritten(DType::F32, &[tokens, case.top_k]);
     let call = Combine {
@@ -198,7 +198,7 @@ fn on_host(rank: &mut Rank, case: &Case) -> Outcome<(Layout, [Tensor; 3], [Tenso
         output: sums.view_mut(),
         output_weights: Some(weight_sums.view_mut()),
     };
-    rank.host.combine(&rank.comm, &handle, call)?;
+    rank.host.combine(&rank.comm, &routes, call)?;
     Ok((layout, [to_x, to_ids, to_weights], [sums, weight_sums]))
 }
 
@@ -209,7 +209,7 @@ struct Calls {
     weights: OnGpu,
     received: [OnGpu; 3],
     sums: [OnGpu; 2],
-    handle: CudaHandle,
+    routes: CudaByTokenRoutes,
     biases: usize,
 }
 
@@ -240,8 +240,8 @@ impl Calls {
             capacity: case.capacity.as_ref().map(|rows| rows[rank.comm.rank()]),
         };
         // SAFETY: as above.
-        let handle = unsafe { rank.moe.notify(&routing, HandleMemory::Own, stream) }?;
-        let rows = handle.rows();
+        let routes = unsafe { rank.moe.notify(&routing, RouteMemory::Own, stream) }?;
+        let rows = routes.rows();
         let received = [
             rank.unwritten(case.dtype, &[rows, case.hidden])?,
             rank.unwritten(DType::I64, &[rows, case.top_k])?,
@@ -251,7 +251,7 @@ impl Calls {
             rank.unwritten(case.dtype, &[tokens, case.hidden])?,
             rank.unwritten(DType::F32, &[tokens, case.top_k])?,
         ];
-        Ok(Self { x, ids, weights, received, sums, handle, biases: case.biases })
+        Ok(Self { x, ids, weights, received, sums, routes, biases: case.biases })
     }
 
     fn run(&mut self, rank: &Rank) -> Outcome {
@@ -269,7 +269,7 @@ impl Calls {
             received: Tokens { x: to_x.view_mut(), scales: None, choices: Some(to) },
         };
         // SAFETY: all memory lives until the stream has been waited for.
-        Ok(unsafe { rank.moe.dispatch(&self.handle, call, stream) }?)
+        Ok(unsafe { rank.moe.dispatch(&self.routes, call, stream) }?)
     }
 
     fn combine(&mut self, rank: &Rank) -> Outcome {
@@ -283,7 +283,7 @@ impl Calls {
             output_weights: Some(weight_sums.view_mut()),
         };
         // SAFETY: as above.
-        Ok(unsafe { rank.moe.combine(&self.handle, call, stream) }?)
+        Ok(unsafe { rank.moe.combine(&self.routes, call, stream) }?)
     }
 
     fn compare(&self, rank: &Rank, case: &Case, received: &[Tensor; 3], sums: &[Tensor; 2]) -> Outcome {
@@ -464,7 +464,7 @@ fn a_graph_replays_the_capacity_form_with_other_choices_on_2_gpus() {
         ];
         calls.run(rank)?; // loads the kernels
         rank.stream.borrow().synchronize()?;
-        let mut handles = Vec::new();
+        let mut kept = Vec::new();
         let graph = Graph::capture(&rank.stream, |_| -> Outcome {
             for _ in 0..2 {
                 let stream = rank.stream.borrow();
@@ -478,11 +478,11 @@ fn a_graph_replays_the_capacity_form_with_other_choices_on_2_gpus() {
                     is_token_in_rank: in_rank.view(),
                     tokens_per_expert: per_expert.view(),
                     format: case(1).format(),
-                    capacity: Some(calls.handle.rows()),
+                    capacity: Some(calls.routes.rows()),
                 };
                 // SAFETY: as above.
-                let handle = unsafe { rank.moe.notify(&routing, HandleMemory::Own, stream) }?;
-                handles.push(std::mem::replace(&mut calls.handle, handle));
+                let routes = unsafe { rank.moe.notify(&routing, RouteMemory::Own, stream) }?;
+                kept.push(std::mem::replace(&mut calls.routes, routes));
                 calls.run(rank)?;
             }
             Ok(())

@@ -6,18 +6,17 @@ mod in_every_order;
 use std::cell::RefCell;
 
 use antiphon_device::cuda::Stream;
-use antiphon_moe::{LowLatencyFormat, MoeConfig};
+use antiphon_moe::{MoeConfig, SlotFormat};
 use antiphon_tensor::DType;
 
 use self::in_every_order::Calls as Orders;
 use crate::{
-    Calls, Outcome, Rank,
+    Calls, Outcome, Rank, by_expert,
+    by_expert_case::ByExpertCase,
     case::Case,
-    hybrid,
-    hybrid_case::HybridCase,
-    low_latency::{self, SMALL},
-    low_latency_case::LowLatencyCase,
     on_gpus, on_host,
+    slot_case::SlotCase,
+    slots::{self, SMALL},
 };
 
 /// Makes calls with the stream of a rank in the place of `stream`.
@@ -80,11 +79,11 @@ fn rows(world: usize) {
     });
 }
 
-fn hybrid_rows(world: usize) {
+fn by_expert_rows(world: usize) {
     on_gpus(world, MoeConfig::for_gpus(), |rank| {
-        let case = HybridCase { tokens: vec![40; world], ..HybridCase::new(world, 2) };
-        let expected = hybrid::on_host(rank, &case)?;
-        let calls = three(|| hybrid::Calls::new(rank, &case))?;
+        let case = ByExpertCase { tokens: vec![40; world], ..ByExpertCase::new(world, 2) };
+        let expected = by_expert::on_host(rank, &case)?;
+        let calls = three(|| by_expert::Calls::new(rank, &case))?;
         in_every_order(
             rank,
             calls,
@@ -101,9 +100,9 @@ fn hybrid_rows(world: usize) {
 fn few_tokens(world: usize, halves: bool) {
     on_gpus(world, SMALL, |rank| {
         let case = Case { tokens: vec![17; world], ..Case::new(world, 2 * world, 2) };
-        let case = LowLatencyCase::new(case, LowLatencyFormat::Bf16);
+        let case = SlotCase::new(case, SlotFormat::Bf16);
         let calls = three(|| {
-            let mut calls = low_latency::Calls::new(rank, &case)?;
+            let mut calls = slots::Calls::new(rank, &case)?;
             calls.halves = halves;
             calls.overwrites = false;
             Ok((calls, Vec::new()))
@@ -111,15 +110,15 @@ fn few_tokens(world: usize, halves: bool) {
         in_every_order(
             rank,
             calls,
-            |(calls, handles), rank| {
-                let moe = rank.moe.low_latency()?;
-                let handle = calls.dispatch(rank, moe)?;
-                calls.combine(rank, moe, &handle)?;
-                handles.push(handle); // a graph uses it
+            |(calls, kept), rank| {
+                let moe = rank.moe.slots()?;
+                let routes = calls.dispatch(rank, moe)?;
+                calls.combine(rank, moe, &routes)?;
+                kept.push(routes); // a graph uses it
                 Ok(())
             },
             |(calls, _), rank| {
-                calls.compare_sums(rank, rank.moe.low_latency()?)?;
+                calls.compare_sums(rank, rank.moe.slots()?)?;
                 rank.spoil(&calls.sums)
             },
         )
@@ -137,16 +136,16 @@ fn rows_keep_their_order_around_captures_on_3_gpus() {
 }
 
 #[test]
-fn hybrid_rows_keep_their_order_around_captures_on_2_gpus() {
-    hybrid_rows(2);
+fn by_expert_rows_keep_their_order_around_captures_on_2_gpus() {
+    by_expert_rows(2);
 }
 
 #[test]
-fn low_latency_calls_keep_their_order_around_captures_on_2_gpus() {
+fn slot_calls_keep_their_order_around_captures_on_2_gpus() {
     few_tokens(2, false);
 }
 
 #[test]
-fn low_latency_halves_keep_their_order_around_captures_on_3_gpus() {
+fn slot_halves_keep_their_order_around_captures_on_3_gpus() {
     few_tokens(3, true);
 }

@@ -1,4 +1,4 @@
-//! Refusals between the halves of a low-latency call. They change nothing: the right call follows, and gives the right bits.
+//! Refusals between the halves of a call to slots. They change nothing: the right call follows, and gives the right bits.
 
 use std::cell::RefCell;
 
@@ -6,36 +6,35 @@ use antiphon_device::cuda::Graph;
 use antiphon_moe::{
     MoeConfig, MoeError,
     cuda::CudaMoe,
-    low_latency::{
-        LowLatency,
-        cuda::{CudaLowLatency, CudaReceive},
+    slots::{
+        SlotLimits,
+        cuda::{CudaReceive, CudaSlots},
     },
 };
 
-use antiphon_moe::LowLatencyFormat;
+use antiphon_moe::SlotFormat;
 
 use crate::{
     Outcome, Rank,
     case::Case,
-    low_latency::{Calls, SMALL},
-    low_latency_case::LowLatencyCase,
     on_gpus,
+    slot_case::SlotCase,
+    slots::{Calls, SMALL},
 };
 
 /// Cases that differ, one for each call.
-fn case(world: usize, seed: u64) -> LowLatencyCase {
-    let format = if seed.is_multiple_of(2) { LowLatencyFormat::Bf16 } else { LowLatencyFormat::Fp8 };
+fn case(world: usize, seed: u64) -> SlotCase {
+    let format = if seed.is_multiple_of(2) { SlotFormat::Bf16 } else { SlotFormat::Fp8 };
     let tokens = (0..world).map(|rank| [9, 1, 32, 0][(rank + seed as usize) % 4]).collect();
-    LowLatencyCase::new(Case { tokens, hidden: 256, seed, ..Case::new(world, 4 * world, 3) }, format)
+    SlotCase::new(Case { tokens, hidden: 256, seed, ..Case::new(world, 4 * world, 3) }, format)
 }
 
 /// Every way in which a second half is refused.
-fn misuse(rank: &Rank, moe: &CudaLowLatency, other: &CudaLowLatency, half: &CudaReceive) -> Outcome {
+fn misuse(rank: &Rank, moe: &CudaSlots, other: &CudaSlots, half: &CudaReceive) -> Outcome {
     let aside = rank.context.stream()?;
     // SAFETY: nothing is launched, here and below.
-    let receive = |on: &CudaLowLatency, stream: &antiphon_device::cuda::Stream| unsafe {
-        on.receive(half, stream.borrow())
-    };
+    let receive =
+        |on: &CudaSlots, stream: &antiphon_device::cuda::Stream| unsafe { on.receive(half, stream.borrow()) };
     let error = receive(other, &rank.stream).expect_err("it is of another instance");
     assert!(error.to_string().contains("of another instance"), "{error}");
     // In a capture that has not the first half.
@@ -55,15 +54,15 @@ fn misuse(rank: &Rank, moe: &CudaLowLatency, other: &CudaLowLatency, half: &Cuda
 /// The ranks in turn make calls in halves, and misuse the second one; the others call as usual.
 fn refusals_between_halves(world: usize) {
     on_gpus(world, SMALL, |rank| {
-        let most = LowLatency { max_tokens: 8, hidden: 128, num_experts: world, top_k: 2 };
-        let small = MoeConfig { region_bytes: 0, low_latency: Some(most), ..MoeConfig::default() };
+        let most = SlotLimits { max_tokens: 8, hidden: 128, num_experts: world, top_k: 2 };
+        let small = MoeConfig { region_bytes: 0, slots: Some(most), ..MoeConfig::default() };
         let other = CudaMoe::new(&rank.comm, &rank.context, small)?;
-        let (moe, other) = (rank.moe.low_latency()?, other.low_latency()?);
+        let (moe, other) = (rank.moe.slots()?, other.slots()?);
         for seed in 0..2 * world as u64 {
             let case = case(world, seed);
             let between = |half: &mut Option<CudaReceive>| {
                 let half = half.as_ref().expect("it has not been received");
-                // A call that is refused in its turn draws no number: later combines are along the same handles on all ranks.
+                // A call that is refused in its turn draws no number: later combines are along the same routes on all ranks.
                 let error =
                     Calls::new(rank, &case)?.dispatch(rank, moe).map(drop).expect_err("a half is missing");
                 assert!(error.to_string().contains("has sent and not received yet"), "{error}");
@@ -72,8 +71,8 @@ fn refusals_between_halves(world: usize) {
             let mut calls = Calls::new(rank, &case)?;
             calls.halves = seed as usize % world == rank.comm.rank();
             calls.between = Some(&between);
-            let handle = calls.dispatch(rank, moe)?;
-            calls.combine(rank, moe, &handle)?;
+            let routes = calls.dispatch(rank, moe)?;
+            calls.combine(rank, moe, &routes)?;
             calls.compare(rank, moe, 1)?;
         }
         rank.comm.barrier()?;
@@ -94,7 +93,7 @@ fn a_refused_second_half_may_be_made_on_3_gpus() {
 #[test]
 fn a_half_is_received_once_on_2_gpus() {
     on_gpus(2, SMALL, |rank| {
-        let moe = rank.moe.low_latency()?;
+        let moe = rank.moe.slots()?;
         let case = case(2, 1);
         let between = |half: &mut Option<CudaReceive>| {
             let half = half.take().expect("it has not been received");
@@ -109,8 +108,8 @@ fn a_half_is_received_once_on_2_gpus() {
         let mut calls = Calls::new(rank, &case)?;
         calls.halves = true;
         calls.between = Some(&between);
-        let handle = calls.dispatch(rank, moe)?;
-        calls.combine(rank, moe, &handle)?;
+        let routes = calls.dispatch(rank, moe)?;
+        calls.combine(rank, moe, &routes)?;
         calls.compare(rank, moe, 1)
     });
 }
@@ -118,7 +117,7 @@ fn a_half_is_received_once_on_2_gpus() {
 /// A half that is dropped: the next call empties the slot, so that later ones find nothing old there.
 fn dropped_halves(world: usize) {
     on_gpus(world, SMALL, |rank| {
-        let moe = rank.moe.low_latency()?;
+        let moe = rank.moe.slots()?;
         for seed in 0..6 {
             let is_mine = seed as usize % world == rank.comm.rank();
             let drop_it = |half: &mut Option<CudaReceive>| -> Outcome {
@@ -129,20 +128,20 @@ fn dropped_halves(world: usize) {
             let mut calls = Calls::new(rank, &case)?;
             calls.halves = is_mine;
             calls.between = Some(&drop_it);
-            let handle = calls.dispatch(rank, moe)?;
+            let routes = calls.dispatch(rank, moe)?;
             if is_mine {
-                let mut whole = Calls::new(rank, &case)?; // along the same handle
-                whole.combine(rank, moe, &handle)?;
+                let mut whole = Calls::new(rank, &case)?; // along the same routes
+                whole.combine(rank, moe, &routes)?;
             } else {
-                calls.combine(rank, moe, &handle)?;
+                calls.combine(rank, moe, &routes)?;
                 calls.compare(rank, moe, 1)?;
             }
             let mut calls = Calls::new(rank, &case)?;
-            let handle = calls.dispatch(rank, moe)?;
+            let routes = calls.dispatch(rank, moe)?;
             let drops_combine = (seed as usize + 1) % world == rank.comm.rank();
             calls.halves = drops_combine;
             calls.between = Some(&drop_it);
-            calls.combine(rank, moe, &handle)?;
+            calls.combine(rank, moe, &routes)?;
             if !drops_combine {
                 calls.compare(rank, moe, 1)?;
             }
@@ -166,7 +165,7 @@ fn a_dropped_half_leaves_nothing_behind_on_4_gpus() {
 #[test]
 fn halves_are_dropped_in_any_order_on_2_gpus() {
     on_gpus(2, SMALL, |rank| {
-        let moe = rank.moe.low_latency()?;
+        let moe = rank.moe.slots()?;
         let received = RefCell::new(None);
         let receive = |half: &mut Option<CudaReceive>| -> Outcome {
             let half = half.take().expect("it has not been received");
@@ -184,12 +183,12 @@ fn halves_are_dropped_in_any_order_on_2_gpus() {
         let mut calls = Calls::new(rank, &case)?;
         calls.halves = true;
         calls.between = Some(&receive);
-        let handle = calls.dispatch(rank, moe)?;
+        let routes = calls.dispatch(rank, moe)?;
         calls.between = Some(&drop_it);
-        calls.combine(rank, moe, &handle)?;
+        calls.combine(rank, moe, &routes)?;
         let mut calls = Calls::new(rank, &case)?;
-        let handle = calls.dispatch(rank, moe)?;
-        calls.combine(rank, moe, &handle)?;
+        let routes = calls.dispatch(rank, moe)?;
+        calls.combine(rank, moe, &routes)?;
         calls.compare(rank, moe, 1)
     });
 }

@@ -5,11 +5,10 @@ use antiphon_moe::MoeConfig;
 use antiphon_tensor::DType;
 
 use crate::{
+    by_expert::check as check_by_expert,
+    by_expert_case::{ByExpertCase, Choice as ByExpertChoice},
     case::{Case, Choice},
-    check,
-    hybrid::check as check_hybrid,
-    hybrid_case::{Choice as HybridChoice, HybridCase},
-    on_gpus,
+    check, on_gpus,
 };
 
 /// The bytes of a record of the cases below: a row of 64 × f32, with what lies beside it, in whole lines of 128 bytes.
@@ -38,12 +37,12 @@ fn rows_come_back(world: usize, places: usize, num_sms: u32) {
 
 fn sums_come_back(world: usize, places: usize, num_sms: u32) {
     on_gpus(world, config(world, places, num_sms), |rank| {
-        for choice in [HybridChoice::InHalves, HybridChoice::OneIn(3), HybridChoice::OneIn(1)] {
+        for choice in [ByExpertChoice::InHalves, ByExpertChoice::OneIn(3), ByExpertChoice::OneIn(1)] {
             for pad_multiple in [Some(1), None] {
                 let tokens = vec![TOKENS; world];
                 let case =
-                    HybridCase { choice, tokens, hidden: 64, pad_multiple, ..HybridCase::new(world, 1) };
-                check_hybrid(rank, &HybridCase { dtype: DType::F32, ..case })?;
+                    ByExpertCase { choice, tokens, hidden: 64, pad_multiple, ..ByExpertCase::new(world, 1) };
+                check_by_expert(rank, &ByExpertCase { dtype: DType::F32, ..case })?;
             }
         }
         Ok(())
@@ -65,25 +64,26 @@ macro_rules! worlds {
 }
 
 worlds! {
-    wrapped_rings_end_on_2_gpus hybrid_wrapped_rings_end_on_2_gpus of 2: [(2, 1), (16, 2)];
-    wrapped_rings_end_on_3_gpus hybrid_wrapped_rings_end_on_3_gpus of 3: [(2, 1), (16, 1), (4, 2)];
-    wrapped_rings_end_on_4_gpus hybrid_wrapped_rings_end_on_4_gpus of 4: [(2, 2), (16, 1)];
-    wrapped_rings_end_on_8_gpus hybrid_wrapped_rings_end_on_8_gpus of 8: [(2, 1), (6, 2)];
+    wrapped_rings_end_on_2_gpus by_expert_wrapped_rings_end_on_2_gpus of 2: [(2, 1), (16, 2)];
+    wrapped_rings_end_on_3_gpus by_expert_wrapped_rings_end_on_3_gpus of 3: [(2, 1), (16, 1), (4, 2)];
+    wrapped_rings_end_on_4_gpus by_expert_wrapped_rings_end_on_4_gpus of 4: [(2, 2), (16, 1)];
+    wrapped_rings_end_on_8_gpus by_expert_wrapped_rings_end_on_8_gpus of 8: [(2, 1), (6, 2)];
     // Most warps have nothing to send, and wait beside those that have.
-    rings_of_24_multiprocessors_end_on_3_gpus hybrid_rings_of_24_multiprocessors_end_on_3_gpus of 3: [(2, 24), (16, 24)];
+    rings_of_24_multiprocessors_end_on_3_gpus by_expert_rings_of_24_multiprocessors_end_on_3_gpus of 3: [(2, 24), (16, 24)];
 }
 
 /// Tokens that choose more experts of a rank than a warp has lanes; a receiver counts a record as read also if it drops all of its rows.
 #[test]
-fn hybrid_records_of_many_choices_make_room_on_2_gpus() {
+fn by_expert_records_of_many_choices_make_room_on_2_gpus() {
     const LOCAL: usize = 40;
     let words = 4 * 2 * LOCAL; // a choice and a prob for each expert
     on_gpus(2, for_records((256 + words).next_multiple_of(128), 2, 2, 1), |rank| {
-        let case = HybridCase { choice: HybridChoice::OneIn(1), hidden: 64, ..HybridCase::new(2, LOCAL) };
-        let case = HybridCase { dtype: DType::F32, tokens: vec![24; 2], pad_multiple: Some(1), ..case };
+        let case =
+            ByExpertCase { choice: ByExpertChoice::OneIn(1), hidden: 64, ..ByExpertCase::new(2, LOCAL) };
+        let case = ByExpertCase { dtype: DType::F32, tokens: vec![24; 2], pad_multiple: Some(1), ..case };
         for capacity in [None, Some(vec![0, 1000])] {
-            check_hybrid(rank, &HybridCase { capacity, ..case.clone() })?;
+            check_by_expert(rank, &ByExpertCase { capacity, ..case.clone() })?;
         }
-        check_hybrid(rank, &HybridCase { probs: false, ..case })
+        check_by_expert(rank, &ByExpertCase { probs: false, ..case })
     });
 }

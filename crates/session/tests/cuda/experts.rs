@@ -1,14 +1,12 @@
-//! Calls of experts: on a stream beside the current one, and the low-latency form in one step and in two.
+//! Calls of experts: on a stream beside the current one, and the form with slots in one step and in two.
 
-use antiphon_moe::{
-    CombineFormat, LowLatencyCombine, LowLatencyDispatch, LowLatencyFormat, LowLatencyReceived,
-};
+use antiphon_moe::{CombineFormat, ReceivedSlots, SlotCombine, SlotDispatch, SlotFormat};
 
 use super::*;
 
 const EXPERTS: usize = 4;
 const HIDDEN: usize = 128;
-const MOST: LowLatency = LowLatency { max_tokens: 4, hidden: HIDDEN, num_experts: EXPERTS, top_k: 1 };
+const MOST: SlotLimits = SlotLimits { max_tokens: 4, hidden: HIDDEN, num_experts: EXPERTS, top_k: 1 };
 /// One in bf16.
 const ONE: [u8; 2] = [0x80, 0x3f];
 
@@ -66,9 +64,9 @@ fn a_call_beside_the_stream_is_joined_by_it() {
 }
 
 #[test]
-fn low_latency_calls_go_out_and_come_back() {
+fn slot_calls_go_out_and_come_back() {
     on_gpus(patience(), |rank| {
-        let low_latency = rank.session.low_latency(&rank.stream, MOST)?;
+        let moe = rank.session.moe_slots(&rank.stream, MOST)?;
         let slots = 2 * MOST.max_tokens;
         // The token goes to the other rank: from rank 0 to expert 2, from rank 1 to expert 1.
         let (x, ids) = (rank.bytes(&ONE.repeat(HIDDEN))?, rank.bytes(&(2 - rank.rank as i32).to_ne_bytes())?);
@@ -76,13 +74,13 @@ fn low_latency_calls_go_out_and_come_back() {
         let rows = rank.bytes(&ONE.repeat(2 * slots * HIDDEN))?;
         let (counts, sources) = (rank.numbers()?, rank.bytes(&vec![0; 8 * slots])?);
         let (ranges, weights, output) = (rank.numbers()?, rank.numbers()?, rank.bytes(&vec![0; 2 * HIDDEN])?);
-        let dispatch = || LowLatencyDispatch {
+        let dispatch = || SlotDispatch {
             max_tokens: MOST.max_tokens,
             num_experts: EXPERTS,
-            format: LowLatencyFormat::Bf16,
+            format: SlotFormat::Bf16,
             x: view(&x, DType::BF16, &[1, HIDDEN]),
             ids: view(&ids, DType::I32, &[1, 1]),
-            received: LowLatencyReceived {
+            received: ReceivedSlots {
                 x: view_mut(&rows, DType::BF16, &[2, slots, HIDDEN]),
                 scales: None,
                 counts: view_mut(&counts, DType::I32, &[2]),
@@ -92,7 +90,7 @@ fn low_latency_calls_go_out_and_come_back() {
                 waits: None,
             },
         };
-        let combine = || LowLatencyCombine {
+        let combine = || SlotCombine {
             format: CombineFormat::Bf16,
             rows: view(&rows, DType::BF16, &[2, slots, HIDDEN]),
             ids: view(&ids, DType::I32, &[1, 1]),
@@ -103,23 +101,23 @@ fn low_latency_calls_go_out_and_come_back() {
         let stream = &rank.stream;
         for halves in [false, true] {
             // SAFETY: the memory lives until the stream has finished.
-            let handle = unsafe {
+            let routes = unsafe {
                 if halves {
-                    let (handle, half) = low_latency.send_dispatch(stream, &dispatch())?;
-                    low_latency.receive(stream, &half)?;
-                    handle
+                    let (routes, half) = moe.send_dispatch(stream, &dispatch())?;
+                    moe.receive(stream, &half)?;
+                    routes
                 } else {
-                    low_latency.dispatch(stream, &dispatch())?
+                    moe.dispatch(stream, &dispatch())?
                 }
             };
-            assert_eq!((handle.num_tokens(), rank.words(&counts, 2)?), (1, expected.to_vec()));
+            assert_eq!((routes.num_tokens(), rank.words(&counts, 2)?), (1, expected.to_vec()));
             // SAFETY: as above.
             unsafe {
                 if halves {
-                    let half = low_latency.send_combine(stream, &handle, &combine())?;
-                    low_latency.receive(stream, &half)?;
+                    let half = moe.send_combine(stream, &routes, &combine())?;
+                    moe.receive(stream, &half)?;
                 } else {
-                    low_latency.combine(stream, &handle, &combine())?;
+                    moe.combine(stream, &routes, &combine())?;
                 }
             }
             let mut sums = vec![0; 2 * HIDDEN];
@@ -128,12 +126,12 @@ fn low_latency_calls_go_out_and_come_back() {
             let sum: [u8; 2] = if rank.rank == 0 { ONE } else { [0x00, 0x40] };
             assert_eq!(sums, sum.repeat(HIDDEN));
         }
-        low_latency.check()?;
+        moe.check()?;
         end(&rank)?;
-        low_latency.close();
+        moe.close();
         // SAFETY: nothing is launched.
-        let refused = unsafe { low_latency.dispatch(stream, &dispatch()) };
-        assert!(matches!(refused, Err(SessionError::LowLatencyClosed)), "{refused:?}");
+        let refused = unsafe { moe.dispatch(stream, &dispatch()) };
+        assert!(matches!(refused, Err(SessionError::SlotsClosed)), "{refused:?}");
         end(&rank)
     });
 }

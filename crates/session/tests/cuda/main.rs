@@ -17,7 +17,7 @@ use antiphon_executor::{
 };
 use antiphon_fabric::{FabricError, LocalWorld};
 use antiphon_language::library::{Setting, find};
-use antiphon_moe::{MoeConfig, low_latency::LowLatency};
+use antiphon_moe::{MoeConfig, slots::SlotLimits};
 use antiphon_operation::{Call, Operation, ReduceOp};
 use antiphon_plan::verify::{Memory, Options as Proof, VerifiedPlan};
 use antiphon_session::{FailureAction, MoeStream, Order, Session, SessionError};
@@ -34,7 +34,7 @@ const _: fn() = || {
     fn is_shared<T: Send + Sync>() {}
     is_shared::<Session>();
     is_shared::<antiphon_session::Moe>();
-    is_shared::<antiphon_session::LowLatencyMoe>();
+    is_shared::<antiphon_session::MoeSlots>();
     is_shared::<antiphon_session::MixedHandler>();
     is_shared::<antiphon_session::LoadedPlan>();
     is_shared::<antiphon_session::PlanCollection>();
@@ -42,7 +42,7 @@ const _: fn() = || {
 
 const SUM: Call<'static> = Call::new(Operation::AllReduce);
 const COUNT: usize = 64;
-const SMALL: MoeConfig = MoeConfig { region_bytes: 1 << 20, num_sms: 2, low_latency: None };
+const SMALL: MoeConfig = MoeConfig { region_bytes: 1 << 20, num_sms: 2, slots: None };
 
 /// What a rank of a test has.
 struct Rank {
@@ -189,9 +189,9 @@ mod opened {
             let error = rank.refused_in_a_capture(layout)?;
             assert!(matches!(error, SessionError::Captured { calls: "MoE call" }), "{error}");
 
-            let most = LowLatency { max_tokens: 4, hidden: 128, num_experts: 4, top_k: 1 };
-            let error = rank.refused_in_a_capture(|| rank.session.low_latency(&rank.stream, most))?;
-            assert!(matches!(error, SessionError::Captured { calls: "low-latency instance" }), "{error}");
+            let most = SlotLimits { max_tokens: 4, hidden: 128, num_experts: 4, top_k: 1 };
+            let error = rank.refused_in_a_capture(|| rank.session.moe_slots(&rank.stream, most))?;
+            assert!(matches!(error, SessionError::Captured { calls: "MoE slots" }), "{error}");
             end(&rank)
         });
     }
@@ -239,8 +239,8 @@ mod closed {
         on_gpus(patience(), |rank| {
             let memory = rank.numbers()?;
             rank.sum(&memory)?;
-            let most = LowLatency { max_tokens: 4, hidden: 128, num_experts: 4, top_k: 1 };
-            let (moe, low_latency) = (rank.session.moe(SMALL), rank.session.low_latency(&rank.stream, most)?);
+            let most = SlotLimits { max_tokens: 4, hidden: 128, num_experts: 4, top_k: 1 };
+            let (moe, slots) = (rank.session.moe(SMALL), rank.session.moe_slots(&rank.stream, most)?);
             let plan = load(&rank)?;
             end(&rank)?;
             rank.session.finish()?;
@@ -256,9 +256,9 @@ mod closed {
 
             let [words, sources] = [(); 2].map(|()| view(&memory, DType::I32, &[4]));
             // SAFETY: as above.
-            let handle = unsafe { moe.handle_of(&rank.stream, (&words, &sources), [4, 1, 1]) };
-            assert!(matches!(handle, Err(SessionError::Closed)), "{:?}", handle.err());
-            low_latency.check()?; // there is nothing to report
+            let routes = unsafe { moe.routes_of(&rank.stream, (&words, &sources), [4, 1, 1]) };
+            assert!(matches!(routes, Err(SessionError::Closed)), "{:?}", routes.err());
+            slots.check()?; // there is nothing to report
             drop(rank.session); // which closes once more
             Ok(())
         });

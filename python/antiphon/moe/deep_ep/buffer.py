@@ -8,8 +8,8 @@ from torch import Tensor
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.comm.mnnvl import communicator_of
-from antiphon.moe._arguments import check_handle, check_tensors, refuse_derivatives, whole
-from antiphon.moe._calls import Handle, Layout, calls_of
+from antiphon.moe._arguments import check_routes, check_tensors, refuse_derivatives, whole
+from antiphon.moe._calls import ByTokenRoutes, Layout, calls_of
 from antiphon.moe.deep_ep.events import CallOrder, EventHandle, EventOverlap
 from antiphon.moe.deep_ep.low_latency import LowLatencyBuffer
 from antiphon.moe.deep_ep.shrink import ShrinkingCalls
@@ -187,7 +187,7 @@ class Buffer(LowLatencyBuffer):
     def dispatch(
         self,
         x: _Tokens,
-        handle: Handle | None = None,
+        handle: ByTokenRoutes | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
         is_token_in_rank: Tensor | None = None,
@@ -200,7 +200,7 @@ class Buffer(LowLatencyBuffer):
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[_Tokens, Tensor | None, Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+    ) -> tuple[_Tokens, Tensor | None, Tensor | None, list[int] | None, ByTokenRoutes | None, EventOverlap]:
         """Sends tokens (``[T, H]``, or codes with their scales) to the ranks of their experts.
 
         A fresh dispatch takes what :meth:`get_dispatch_layout` gave, and optionally both ``topk_idx`` and ``topk_weights``
@@ -218,7 +218,7 @@ class Buffer(LowLatencyBuffer):
         tokens, scales = x if isinstance(x, tuple) else (x, None)
         refuse_derivatives("dispatch", tokens, topk_weights)
         if handle is not None:
-            check_handle("dispatch", handle, Handle)
+            check_routes("dispatch", handle, ByTokenRoutes, name="handle")
         order = self._order("dispatch", tokens, previous_event, async_finish, allocate_on_comm_stream, config)
         outputs: list[Any] = []
         if handle is not None:
@@ -251,7 +251,7 @@ class Buffer(LowLatencyBuffer):
     def combine(
         self,
         x: Tensor,
-        handle: Handle,
+        handle: ByTokenRoutes,
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
@@ -262,7 +262,7 @@ class Buffer(LowLatencyBuffer):
         """Sums the rows (``[N, H]``) of each token, and ``topk_weights`` (float32 ``[N, K]``), in the order of ranks: ``[T, H]``
         and ``[T, K]``. ``bias``, one or a pair of tensors ``[T, H]``, is added first."""
         calls = self._open()
-        check_handle("combine", handle, Handle)
+        check_routes("combine", handle, ByTokenRoutes, name="handle")
         biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
         refuse_derivatives("combine", x, topk_weights, *biases)
         order = self._order("combine", x, previous_event, async_finish, allocate_on_comm_stream, config)

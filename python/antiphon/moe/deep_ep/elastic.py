@@ -8,7 +8,7 @@ from torch import Tensor
 from antiphon._core import Moe
 from antiphon.comm.cuda_ipc import communicator, uses_cuda
 from antiphon.moe._arguments import (
-    check_handle,
+    check_routes,
     check_ids,
     check_rows,
     check_scales,
@@ -18,7 +18,7 @@ from antiphon.moe._arguments import (
     router_weights,
     whole,
 )
-from antiphon.moe._calls import Calls, Handle, Received, calls_of
+from antiphon.moe._calls import ByTokenRoutes, Calls, Received, calls_of
 from antiphon.moe.deep_ep.elastic_handle import EPHandle
 from antiphon.moe.deep_ep.elastic_sessions import ElasticSessions
 from antiphon.moe.deep_ep.elastic_sizes import Group, aligned, buffer_bytes, busy_sms, no_engram, of_one_node, rate, size_hint
@@ -295,7 +295,7 @@ class ElasticBuffer(ElasticSessions):
         if handle is None:
             sizes = self._sizes(len(tokens), topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment)
         else:
-            check_handle(call, handle, EPHandle)
+            check_routes(call, handle, EPHandle, name="handle")
             if do_cpu_sync:
                 raise ValueError(f"{call}: with a handle there is nothing to wait for: pass no do_cpu_sync")
             sizes = _sizes_along(handle, topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_expand)
@@ -383,7 +383,7 @@ class ElasticBuffer(ElasticSessions):
 
     def _fresh(
         self, calls: Calls, x: Tensor, scales: Tensor | None, sizes: "_Sizes", weights: Tensor | None, waits: bool
-    ) -> tuple[Received, Handle]:
+    ) -> tuple[Received, ByTokenRoutes]:
         """Sends tokens by their choices, with weights of 0 where there are none."""
         layout = calls.layout(sizes.choices, sizes.num_experts, call="dispatch")
         if weights is None:
@@ -415,7 +415,7 @@ class ElasticBuffer(ElasticSessions):
         A ``num_sms`` of 0 stands for that of the dispatch. ``num_qps`` has no effect, and the other arguments are those of :meth:`dispatch`.
         """
         calls, call = self._open(), "combine"
-        check_handle(call, handle, EPHandle)
+        check_routes(call, handle, EPHandle, name="handle")
         if bias is not None and not isinstance(bias, (Tensor, tuple)):
             raise TypeError(f"{call}: bias must be a tensor or a pair of tensors, not {type(bias).__name__}")
         biases: tuple[Tensor, ...] = () if bias is None else bias if isinstance(bias, tuple) else (bias,)

@@ -5,7 +5,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from antiphon.moe._calls import Handle, is_code
+from antiphon.moe._calls import ByTokenRoutes, is_code
 
 __all__ = ["EPHandle"]
 
@@ -45,7 +45,7 @@ class EPHandle:
 
     def __init__(
         self,
-        routes: Handle,
+        routes: ByTokenRoutes,
         rank: int,
         topk_idx: Tensor,
         recv_topk_idx: Tensor,

@@ -9,7 +9,7 @@ from antiphon import Communicator
 from antiphon._core import Moe
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.moe._arguments import check_rows, check_tensors, refuse_derivatives, router_weights, whole
-from antiphon.moe._hybrid import HybridHandle, HybridReceived, hybrid_calls_of, map_of
+from antiphon.moe._by_expert import ByExpertReceived, ByExpertRoutes, by_expert_calls_of, map_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,7 +74,7 @@ class HybridEPBuffer:
         self.num_sms_combine_api = Moe.NUM_SMS if num_sms_combine_api is None else num_sms_combine_api
         most = max(*self._comm.exchange_objects(max_num_of_tokens_per_rank), 512)
         self.max_num_of_tokens_per_rank = -(-most // 64) * 64
-        self._calls = hybrid_calls_of(self._comm)
+        self._calls = by_expert_calls_of(self._comm)
         self._calls.dispatch_sms, self._calls.combine_sms = self.num_sms_dispatch_api, self.num_sms_combine_api
 
     def __repr__(self) -> str:
@@ -114,8 +114,8 @@ class HybridEPBuffer:
             received = self._calls.dispatch_along(hidden, inner, probs, scales)
         else:
             routing_map, probs = self._routing(call, routing_map, probs, topk_idx, topk_weights, num_of_experts)
-            received = self._calls.dispatch(hidden, routing_map, probs, scales, pad_multiple=None)
-            handle = HybridTokenHandle.of(received.handle)
+            received = self._calls.dispatch(hidden, routing_map, probs, scales, pad_multiple=None, call=call)
+            handle = HybridTokenHandle.of(received.routes)
         return received.x, self._spread(received.probs), received.scales, handle
 
     def _spread(self, probs: Tensor | None) -> Tensor | None:
@@ -140,7 +140,7 @@ class HybridEPBuffer:
                 shape = [len(hidden), inner.core.num_experts]
                 raise ValueError(f"combine: the probs must be of shape [N, E] = {shape}, not {list(probs.shape)}")
             probs = probs.tensor_split(self.group_size, 1)[self.rank]
-        return self._calls.combine(hidden, inner, probs)
+        return self._calls.combine(hidden, inner, probs, call="combine")
 
     def dispatch_with_permute(
         self,
@@ -161,7 +161,7 @@ class HybridEPBuffer:
         non_blocking: bool = False,
         fuse_permute_dispatch: bool = False,
         use_host_meta: bool | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, HybridHandle]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, ByExpertRoutes]:
         """Sends tokens (``[T, H]``) to a row for each of their experts: by expert, and of each in the order of source rank and token.
         The rows of each expert are padded to a multiple of ``pad_multiple`` (``None`` and 0: not). Experts are named as in
         :meth:`dispatch`.
@@ -181,7 +181,7 @@ class HybridEPBuffer:
         if use_host_meta is not None:
             non_blocking = not use_host_meta
         scales = _scales_of(call, hidden, scaling_factor)
-        received: HybridReceived
+        received: ByExpertReceived
         if handle is not None:
             inner = _inner(handle)
             self._check_along(call, inner, num_permuted_tokens, pad_multiple)
@@ -207,8 +207,9 @@ class HybridEPBuffer:
             pad_multiple=_multiple(call, pad_multiple),
             capacity=num_permuted_tokens,
             max_tokens=self.max_num_of_tokens_per_rank,
+            call=call,
         )
-        return received.x, received.probs, received.scales, received.rows_per_expert, received.handle
+        return received.x, received.probs, received.scales, received.rows_per_expert, received.routes
 
     def combine_with_unpermute(
         self,
@@ -228,7 +229,7 @@ class HybridEPBuffer:
         refuse_derivatives("combine_with_unpermute", hidden, probs)
         inner = _inner(handle)
         self._check_along("combine_with_unpermute", inner, None, pad_multiple)
-        return self._calls.combine(hidden, inner, probs)
+        return self._calls.combine(hidden, inner, probs, call="combine_with_unpermute")
 
     def _routing(
         self,
@@ -261,7 +262,7 @@ class HybridEPBuffer:
         return routing_map, probs
 
     @staticmethod
-    def _check_along(call: str, handle: HybridHandle, rows: Any, pad_multiple: int | None) -> None:
+    def _check_along(call: str, handle: ByExpertRoutes, rows: Any, pad_multiple: int | None) -> None:
         if isinstance(rows, Tensor) and rows.is_cuda:
             rows = None  # reading it would wait for the GPU
         if handle.pad_multiple is None:
@@ -273,12 +274,12 @@ class HybridEPBuffer:
 
 
 class HybridTokenHandle(tuple[Any, ...]):
-    """The handle of :meth:`HybridEPBuffer.dispatch`: the first five fields of a :class:`HybridHandle`, ``T`` and ``None``."""
+    """The handle of :meth:`HybridEPBuffer.dispatch`: the first five fields of a :class:`ByExpertRoutes`, ``T`` and ``None``."""
 
-    inner: HybridHandle
+    inner: ByExpertRoutes
 
     @classmethod
-    def of(cls, inner: HybridHandle) -> "HybridTokenHandle":
+    def of(cls, inner: ByExpertRoutes) -> "HybridTokenHandle":
         """The one of these routes."""
         handle = cls((*inner[:5], inner.num_tokens, None))
         handle.inner = inner
@@ -288,10 +289,10 @@ class HybridTokenHandle(tuple[Any, ...]):
         return f"<antiphon.moe.deep_ep.HybridTokenHandle of {self.inner!r}>"
 
 
-def _inner(handle: Any) -> HybridHandle:
+def _inner(handle: Any) -> ByExpertRoutes:
     if isinstance(handle, HybridTokenHandle):
         return handle.inner
-    if isinstance(handle, HybridHandle):
+    if isinstance(handle, ByExpertRoutes):
         return handle
     raise TypeError(f"the handle must be one that a dispatch gave, not {type(handle).__name__}")
 

@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from antiphon import Communicator
-from antiphon._core import MoeLowLatency
-from antiphon.moe._arguments import check_handle, check_tensors, experts, refuse_derivatives, whole
-from antiphon.moe._low_latency import Hook, LowLatencyCalls, LowLatencyHandle, Options, low_latency_calls_of
+from antiphon._core import MoeSlots
+from antiphon.moe._arguments import check_routes, check_tensors, experts, refuse_derivatives, whole
+from antiphon.moe._slots import Hook, Options, SlotCalls, SlotRoutes, slot_calls_of
 from antiphon.moe.deep_ep.events import EventHandle, EventOverlap
 from antiphon.moe.deep_ep.shrink import ShrinkingCalls
 
@@ -25,8 +25,8 @@ class LowLatencyBuffer:
     #: With ``enable_shrink``.
     _shrinking: ShrinkingCalls | None = None
 
-    def _low_latency(self) -> LowLatencyCalls:
-        return low_latency_calls_of(self._comm)
+    def _low_latency(self) -> SlotCalls:
+        return slot_calls_of(self._comm)
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -36,7 +36,7 @@ class LowLatencyBuffer:
         first call; a buffer need not be so large."""
         call = "get_low_latency_rdma_size_hint"
         num_ranks = whole(call, "num_ranks", num_ranks, 1, 8)
-        taken = MoeLowLatency.bytes(
+        taken = MoeSlots.bytes(
             num_ranks,
             max_tokens=whole(call, "num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank),
             hidden=whole(call, "hidden", hidden),
@@ -62,11 +62,11 @@ class LowLatencyBuffer:
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
-    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, LowLatencyHandle, EventOverlap, Hook | None]:
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, SlotRoutes, EventOverlap, Hook | None]:
         """Sends tokens (bfloat16 ``[T, H]``, ``T <= M``) to the slots of the experts ``topk_idx`` (``[T, K]``) that they choose.
 
         Gives the slots, bfloat16 ``[L, R * M, H]``, or codes with their scales (see
-        :class:`antiphon.moe.LowLatencyReceived`); how many of them are filled, int32 ``[L]``, which is added to
+        :class:`antiphon.moe.ReceivedSlots`); how many of them are filled, int32 ``[L]``, which is added to
         ``cumulative_local_expert_recv_stats``; a handle, an event, and a hook. Slots of an expert are in the order of source rank
         and token. To ``dispatch_wait_recv_cost_stats``, int64 ``[R]``, the nanoseconds are added that this rank waited for each
         other rank: one after the other, so that the number of the latest rank is large and those of the ranks behind it are not.
@@ -84,16 +84,17 @@ class LowLatencyBuffer:
         if self._shrinking is not None:
             received, hook = self._shrinking.dispatch(*arguments), _over if return_recv_hook else None
         else:
-            received, hook = self._low_latency().dispatch(*arguments)
+            limit = "num_max_dispatch_tokens_per_rank"
+            received, hook = self._low_latency().dispatch(*arguments, call="low_latency_dispatch", limit=limit)
         rows = received.x if received.scales is None else (received.x, received.scales)
-        return rows, received.counts, received.handle, _event(async_finish), hook
+        return rows, received.counts, received.routes, _event(async_finish), hook
 
     def low_latency_combine(
         self,
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor,
-        handle: LowLatencyHandle,
+        handle: SlotRoutes,
         use_logfmt: bool = False,
         zero_copy: bool = False,
         async_finish: bool = False,
@@ -105,7 +106,7 @@ class LowLatencyBuffer:
         weights ``topk_weights`` (float32 ``[T, K]``), in the order of the choices: bfloat16 ``[T, H]``, in ``out`` if that is
         given. With ``zero_copy`` the rows are those in what :meth:`get_next_low_latency_combine_buffer` gave, whatever ``x``
         holds. With ``use_logfmt`` rows are sent in the format ``"logfmt"`` of
-        :meth:`antiphon.moe.ExpertParallel.combine_low_latency`, which loses digits.
+        :meth:`antiphon.moe.ExpertParallel.combine_from_slots`, which loses digits.
 
         ``combine_wait_recv_cost_stats`` is as ``dispatch_wait_recv_cost_stats`` of a dispatch.
 
@@ -116,7 +117,7 @@ class LowLatencyBuffer:
         refuse_derivatives("low_latency_combine", x, topk_weights)
         if use_logfmt and zero_copy:
             raise ValueError("low_latency_combine: pass use_logfmt or zero_copy, not both")
-        check_handle("low_latency_combine", handle, LowLatencyHandle)
+        check_routes("low_latency_combine", handle, SlotRoutes, name="handle")
         if zero_copy:
             if handle.combine_buffer is None:
                 raise ValueError("low_latency_combine: zero_copy needs a call of get_next_low_latency_combine_buffer before")
@@ -127,12 +128,12 @@ class LowLatencyBuffer:
         if self._shrinking is not None:
             combined, hook = self._shrinking.combine(*arguments, format=format), _over if return_recv_hook else None
         else:
-            combined, hook = self._low_latency().combine(*arguments, format=format)
+            combined, hook = self._low_latency().combine(*arguments, format=format, call="low_latency_combine")
         return combined, _event(async_finish), hook
 
-    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
+    def get_next_low_latency_combine_buffer(self, handle: SlotRoutes) -> Tensor:
         """The tensor, bfloat16 ``[L, R * M, H]``, from which a combine along the handle with ``zero_copy`` takes its rows."""
-        check_handle("get_next_low_latency_combine_buffer", handle, LowLatencyHandle)
+        check_routes("get_next_low_latency_combine_buffer", handle, SlotRoutes, name="handle")
         if handle.combine_buffer is None:
             handle.combine_buffer = handle.new_rows()
         return handle.combine_buffer

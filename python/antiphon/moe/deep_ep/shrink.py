@@ -7,17 +7,19 @@ import torch
 from torch import Tensor
 
 from antiphon import AbortedError, Communicator, PeerLostError
-from antiphon.moe._low_latency import LowLatencyHandle, LowLatencyReceived, Options, check_sent, low_latency_calls_of
+from antiphon.moe._slots import Options, ReceivedSlots, SlotRoutes, check_sent, slot_calls_of
 
 __all__ = ["ShrinkingCalls", "ShrunkHandle"]
+
+_DISPATCH, _COMBINE, _LIMIT = "low_latency_dispatch", "low_latency_combine", "num_max_dispatch_tokens_per_rank"
 
 _T = TypeVar("_T")
 
 
-class ShrunkHandle(LowLatencyHandle):
+class ShrunkHandle(SlotRoutes):
     """A handle of all ranks. ``inner`` is that of the ranks which take part, of which ``members`` are the numbers."""
 
-    inner: LowLatencyHandle
+    inner: SlotRoutes
     members: list[int]
     #: Whether ranks were lost behind the dispatch, so that ``inner`` has other slots.
     is_moved: bool = False
@@ -97,7 +99,7 @@ class ShrinkingCalls:
                 result = call(waited)
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()
-                    low_latency_calls_of(self._comm).check()
+                    slot_calls_of(self._comm).check()
             except (AbortedError, PeerLostError, TimeoutError):
                 self._shrink()
                 continue
@@ -117,22 +119,23 @@ class ShrinkingCalls:
 
     def dispatch(
         self, x: Tensor, ids: Tensor, max_tokens: int, num_experts: int, format: str, options: Options
-    ) -> LowLatencyReceived:
-        """As :meth:`LowLatencyCalls.dispatch`, over when it returns."""
+    ) -> ReceivedSlots:
+        """As :meth:`SlotCalls.dispatch`, over when it returns."""
         world_size = self._whole.world_size
         if num_experts <= 0 or num_experts % world_size:
             raise ValueError(f"low_latency_dispatch: {num_experts} experts cannot be divided among {world_size} ranks")
         local = num_experts // world_size
 
-        def call(waits: Tensor | None) -> LowLatencyReceived:
-            calls = low_latency_calls_of(self._comm)
+        def call(waits: Tensor | None) -> ReceivedSlots:
+            calls = slot_calls_of(self._comm)
             experts = local * len(self._members)
-            return calls.dispatch(x, self._ids(ids, num_experts), max_tokens, experts, format, Options(waits=waits))[0]
+            mine = self._ids(ids, num_experts)
+            return calls.dispatch(x, mine, max_tokens, experts, format, Options(waits=waits), call=_DISPATCH, limit=_LIMIT)[0]
 
         received = self._call(x.device, options.waits, call)
         if options.statistics is not None:
             options.statistics.add_(received.counts)
-        inner = received.handle
+        inner = received.routes
         slots = world_size * max_tokens
 
         def whole(tensor: Tensor, dimension: int) -> Tensor:
@@ -152,20 +155,20 @@ class ShrinkingCalls:
         handle.core, handle.engine = inner.core, inner.engine
         scales = None if received.scales is None else whole(received.scales.transpose(1, 2), 2).transpose(1, 2)
         rows = whole(received.x.view(torch.uint8), 1).view(received.x.dtype)
-        return LowLatencyReceived(rows, scales, received.counts, handle)
+        return ReceivedSlots(rows, scales, received.counts, handle)
 
     def combine(
         self,
         rows: Tensor,
         ids: Tensor,
         weights: Tensor,
-        handle: LowLatencyHandle,
+        handle: SlotRoutes,
         out: Tensor | None,
         options: Options,
         *,
         format: str = "bf16",
     ) -> Tensor:
-        """As :meth:`LowLatencyCalls.combine`, over when it returns."""
+        """As :meth:`SlotCalls.combine`, over when it returns."""
         if not isinstance(handle, ShrunkHandle):
             raise ValueError("low_latency_combine: the handle is of another buffer")
         shape = [*handle.src_info.shape, handle.hidden]
@@ -178,8 +181,9 @@ class ShrinkingCalls:
                 self._route_again(ids, handle)
             kept = self._kept(rows, handle)
             inner_ids = self._ids(ids, handle.num_experts)
-            calls = low_latency_calls_of(self._comm)
-            return calls.combine(kept, inner_ids, weights, handle.inner, out, Options(waits=waits), format=format)[0]
+            calls = slot_calls_of(self._comm)
+            options = Options(waits=waits)
+            return calls.combine(kept, inner_ids, weights, handle.inner, out, options, format=format, call=_COMBINE)[0]
 
         return self._call(rows.device, options.waits, call)
 
@@ -188,9 +192,10 @@ class ShrinkingCalls:
         local = handle.num_experts // self._whole.world_size
         nothing = ids.new_zeros(len(ids), handle.hidden, dtype=torch.bfloat16)
         count = handle.num_max_dispatch_tokens_per_rank
-        calls = low_latency_calls_of(self._comm)
-        received, _ = calls.dispatch(nothing, self._ids(ids, handle.num_experts), count, local * len(self._members), "bf16")
-        handle.inner, handle.members, handle.is_moved = received.handle, list(self._members), True
+        calls = slot_calls_of(self._comm)
+        mine, experts = self._ids(ids, handle.num_experts), local * len(self._members)
+        received, _ = calls.dispatch(nothing, mine, count, experts, "bf16", call=_DISPATCH, limit=_LIMIT)
+        handle.inner, handle.members, handle.is_moved = received.routes, list(self._members), True
 
     def _kept(self, rows: Tensor, handle: ShrunkHandle) -> Tensor:
         """The rows of the ranks that are left, in their slots: the slots of other ranks' tokens are no more."""

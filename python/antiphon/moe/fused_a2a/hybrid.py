@@ -8,8 +8,8 @@ from torch.autograd.function import once_differentiable
 
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
-from antiphon.moe._arguments import check_handle, check_rows, check_tensors, whole
-from antiphon.moe._hybrid import HybridHandle, gradients_of_dispatch
+from antiphon.moe._arguments import check_routes, check_rows, check_tensors, whole
+from antiphon.moe._by_expert import ByExpertRoutes, gradients_of_dispatch
 from antiphon.moe.deep_ep import HybridEPBuffer
 
 __all__ = [
@@ -148,14 +148,14 @@ class HybridEPCombine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, handle: HybridHandle, num_permuted_tokens: Any = None, pad_multiple: int | None = None
+        ctx: Any, x: Tensor, handle: ByExpertRoutes, num_permuted_tokens: Any = None, pad_multiple: int | None = None
     ) -> Tensor:
         """``x`` ``[P, H]``. Gives the sums ``[T, H]``. ``num_permuted_tokens``, anything that is an integer, must be ``P``.
         ``pad_multiple`` has no effect: the handle knows it."""
-        check_handle("hybrid_ep_combine", handle, HybridHandle)
+        check_routes("hybrid_ep_combine", handle, ByExpertRoutes, name="handle")
         _check_count(handle, num_permuted_tokens)
         ctx.handle = handle
-        return handle.calls.combine(x, handle)[0]
+        return handle.calls.combine(x, handle, call="hybrid_ep_combine")[0]
 
     @staticmethod
     @once_differentiable
@@ -164,7 +164,7 @@ class HybridEPCombine(torch.autograd.Function):
         return ctx.handle.calls.dispatch_along(grad_x, ctx.handle).x, None, None, None
 
 
-def _check_count(handle: HybridHandle, num_permuted_tokens: Any) -> None:
+def _check_count(handle: ByExpertRoutes, num_permuted_tokens: Any) -> None:
     # Reading a number of a GPU waits for it.
     if num_permuted_tokens is None or (isinstance(num_permuted_tokens, Tensor) and num_permuted_tokens.is_cuda):
         return
@@ -205,7 +205,7 @@ def hybrid_ep_dispatch(
 
 
 def hybrid_ep_combine(
-    x: Tensor, handle: HybridHandle, num_permuted_tokens: Any, pad_multiple: int | None, fused: bool = False
+    x: Tensor, handle: ByExpertRoutes, num_permuted_tokens: Any, pad_multiple: int | None, fused: bool = False
 ) -> Tensor:
     """:class:`HybridEPCombine`: the sums. ``fused`` has no effect."""
     result: Tensor = HybridEPCombine.apply(  # type: ignore[no-untyped-call]

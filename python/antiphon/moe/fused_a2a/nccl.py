@@ -10,7 +10,7 @@ from antiphon import Communicator
 from antiphon._core import Moe
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.moe._arguments import check_ids, check_tensors, experts, hidden_size, router_weights, whole
-from antiphon.moe._hybrid import CombineByMap, DispatchByMap, HybridHandle, HybridReceived, hybrid_calls_of, map_of
+from antiphon.moe._by_expert import ByExpertReceived, ByExpertRoutes, CombineByMap, DispatchByMap, by_expert_calls_of, map_of
 
 __all__ = [
     "EpBuffer",
@@ -84,7 +84,7 @@ def ensure_nccl_ep_bootstrapped(
     for rank, theirs in enumerate(of_ranks):
         if theirs != of_ranks[0]:
             raise ValueError(f"{call}: rank 0 passed {of_ranks[0]._asdict()}; rank {rank} passed {theirs._asdict()}")
-    hybrid_calls_of(comm)
+    by_expert_calls_of(comm)
     for closed in [other for other in _of_groups if other.closed]:
         del _of_groups[closed]
     _context = _of_groups[comm] = _Context(comm, limits, num_sms, bool(zero_copy))
@@ -127,9 +127,9 @@ class EpBuffer:
         self.hidden_dim, self.zero_copy = limits.hidden_dim, context.zero_copy
         self.num_local_experts = limits.num_experts // context.comm.world_size
         self._num_experts = limits.num_experts
-        self._calls = hybrid_calls_of(context.comm)
+        self._calls = by_expert_calls_of(context.comm)
         self._calls.dispatch_sms = self._calls.combine_sms = context.num_sms
-        self._handle: HybridHandle | None = None
+        self._handle: ByExpertRoutes | None = None
 
     def __repr__(self) -> str:
         capacity = "as many rows as are sent" if self.eager else f"{self.recv_capacity_per_rank} rows"
@@ -229,7 +229,7 @@ def nccl_ep_dispatch(
             raise ValueError(f"{call}: {name} needs a buffer with recv_capacity_per_rank")
         _check_written(call, name, tensor, dtype, shape)
     routing_map, probs = map_of(topk_idx, router_weights(call, topk_weights), buffer._num_experts)
-    plain: list[HybridReceived] = []
+    plain: list[ByExpertReceived] = []
     to_call = {
         "routing_map": routing_map,
         "pad_multiple": max(buffer.alignment, 1),
@@ -239,7 +239,7 @@ def nccl_ep_dispatch(
         "call": call,
     }
     rows, row_weights = DispatchByMap.apply(tokens, probs, buffer._calls, plain, to_call)  # type: ignore[no-untyped-call]
-    handle = buffer._handle = plain[0].handle
+    handle = buffer._handle = plain[0].routes
     buffer.tokens_per_expert = handle.rows_per_expert.to(tokens.device)
     buffer.total_recv_tokens = handle.rows_needed
     return rows, buffer.tokens_per_expert, row_weights

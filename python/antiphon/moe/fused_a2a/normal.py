@@ -8,8 +8,8 @@ from torch.autograd.function import once_differentiable
 
 from antiphon import Communicator
 from antiphon.comm.cuda_ipc import communicator
-from antiphon.moe._arguments import check_handle, check_rows, check_tensors, router_weights, whole
-from antiphon.moe._calls import Handle, is_code, rows_of_gradient
+from antiphon.moe._arguments import check_routes, check_rows, check_tensors, router_weights, whole
+from antiphon.moe._calls import ByTokenRoutes, is_code, rows_of_gradient
 from antiphon.moe.deep_ep import Buffer, EventHandle, EventOverlap
 
 __all__ = [
@@ -147,14 +147,14 @@ class FusedCombine(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         group: Any,
-        handle: Handle,
+        handle: ByTokenRoutes,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Any:
         """``x`` ``[N, H]``: row ``i`` is what this rank made of received row ``i``. Gives the sums ``[T, H]``, and ``None``."""
         check_tensors("fused_combine", {"x": x})
         check_rows("fused_combine", x)
-        check_handle("fused_combine", handle, Handle)
+        check_routes("fused_combine", handle, ByTokenRoutes, name="handle")
         buffer = get_buffer(group, get_hidden_bytes(x))
         combined, _, after = buffer.combine(
             x.contiguous(),
@@ -206,7 +206,7 @@ def fused_dispatch(
 
 
 def fused_combine(
-    x: Tensor, group: Any, handle: Handle, async_finish: bool = False, allocate_on_comm_stream: bool = False
+    x: Tensor, group: Any, handle: ByTokenRoutes, async_finish: bool = False, allocate_on_comm_stream: bool = False
 ) -> Any:
     """:class:`FusedCombine`: the sums, and ``None``."""
     return FusedCombine.apply(  # type: ignore[no-untyped-call]
