@@ -1,4 +1,4 @@
-//! Reductions of ranks on several nodes in which each byte crosses each link between nodes once, and [broadcasts](broadcast) that all ranks of
+//! Reductions of ranks on several nodes in which each byte crosses each link between nodes once, and broadcasts that all ranks of
 //! the root's node send.
 //!
 //! The mirrored forms send what a rank posts to all other nodes. Here the ranks of a node first add up among themselves:

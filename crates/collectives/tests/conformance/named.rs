@@ -10,7 +10,7 @@ use crate::{
 };
 
 conformance! {
-    named_methods_give_what_their_calls_give: [f32 bf16 i64 u8], [world_1 world_2 world_3 world_4];
+    named_methods_give_what_their_calls_give: [f32 i64], [world_1 world_2 world_3 world_4];
     named_methods_refuse_what_their_calls_refuse: any_dtype, [world_1 world_2 world_3];
 }
 
@@ -18,7 +18,7 @@ fn named_methods_give_what_their_calls_give<B: Backend>(dtype: DType, world: usi
     B::run(world, |comm| {
         for rank in [Rank::<B>::new(&comm, dtype), Rank::new(&comm, dtype).by_name()] {
             for operation in operations() {
-                for (i, count) in [0, 1, 65, 5000].into_iter().enumerate() {
+                for (i, count) in [1, 1000].into_iter().enumerate() {
                     let (calls, ops) = (calls_of(operation, count, world), B::operators(dtype));
                     let op = ops[i % ops.len()];
                     rank.calls(|me| calls[me].clone().with_root((i + 1) % world).with_op(op), count);
