@@ -213,7 +213,7 @@ def test_gradients_may_be_missing_or_not_contiguous() -> None:
         routing_map = torch.rand(5, 4, generator=torch.Generator().manual_seed(1)) < 0.5
         probs = torch.rand(5, 4, generator=torch.Generator().manual_seed(2))
 
-        def normal(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def by_token(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             got = experts.dispatch(x, ids, weights)
             return got.x, got.weights, experts.combine(got.x, got.routes)
 
@@ -230,7 +230,7 @@ def test_gradients_may_be_missing_or_not_contiguous() -> None:
             rows, row_probs, _, _, handle = fused_a2a.hybrid_ep_dispatch(x, routing_map, probs, comm, 4, pad_multiple=4)
             return rows, row_probs, fused_a2a.hybrid_ep_combine(rows, handle, None, 4)
 
-        forms = ((normal, weights), (fused, weights), (by_map, probs), (fused_by_map, probs))
+        forms = ((by_token, weights), (fused, weights), (by_map, probs), (fused_by_map, probs))
         for form, second in forms:
             inputs = x.clone().requires_grad_(), second.clone().requires_grad_()
             outputs = form(*inputs)

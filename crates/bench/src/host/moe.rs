@@ -107,7 +107,7 @@ fn routing<'a>(layouts: &'a [Layout], rank: usize, case: &Case) -> Routing<'a> {
 
 impl<T: Element> Contender<&Communicator> for Routed<'_, T> {
     fn name(&self) -> Result<String> {
-        Ok("normal".to_owned())
+        Ok("by_token".to_owned())
     }
 
     fn prepare(&mut self, _: &Communicator) -> Result<()> {
