@@ -88,8 +88,8 @@ macro_rules! made {
 ///
 /// # Errors
 /// Every operation returns [`CollectiveError`](crate::CollectiveError): arguments that make no sense are found before
-/// anything is enqueued. What goes wrong in the stream is returned by the next call, or by the backend's `check`
-/// ([`CudaCollectives::check`], [`NcclCollectives::check`]).
+/// anything is enqueued. What goes wrong in the stream is returned by the backend's `check` ([`CudaCollectives::check`],
+/// [`NcclCollectives::check`]), and by the next call of [`CudaCollectives`].
 ///
 /// [`CudaCollectives`]: crate::cuda::CudaCollectives
 /// [`CudaCollectives::check`]: crate::cuda::CudaCollectives::check
