@@ -6,7 +6,7 @@ use antiphon_tensor::DType;
 
 use super::CudaCollectives;
 #[cfg(doc)]
-use crate::{CollectiveError, StreamCollectives, all_reduce::AllReduceOptions};
+use crate::CollectiveError;
 use crate::{
     ReduceOp,
     all_reduce::{Algorithm, Reducing, Registered},
@@ -18,12 +18,12 @@ use crate::{
 use antiphon_fabric::FabricError;
 
 impl CudaCollectives {
-    /// The algorithm that [`all_reduce`](StreamCollectives::all_reduce) takes for a tensor of `bytes` bytes.
+    /// The algorithm that [`all_reduce`](crate::StreamCollectives::all_reduce) takes for a tensor of `bytes` bytes.
     pub fn algorithm_for(&self, bytes: usize) -> Algorithm {
         self.table.algorithm(bytes)
     }
 
-    /// Lets [registered](AllReduceOptions::registered) all-reduces use some memory. All ranks register the same memories in the
+    /// Lets [registered](crate::all_reduce::AllReduceOptions::registered) all-reduces use some memory. All ranks register the same memories in the
     /// same order. They are kept until they are [taken back](Self::unregister), or these collectives are dropped.
     ///
     /// # Errors
@@ -65,7 +65,7 @@ impl CudaCollectives {
     /// it takes some milliseconds, else about a third of a second. Not while a stream is being captured. Nothing is computed.
     ///
     /// # Errors
-    /// As [`all_reduce_fused`](StreamCollectives::all_reduce_fused).
+    /// As [`all_reduce_fused`](crate::StreamCollectives::all_reduce_fused).
     pub fn prepare_fused(&self, call: &FusedAllReduce<Operand<'_>>) -> Result<()> {
         fusion::gpu::prepare(&self.tenant, &self.table, &Validated::new(self.serves(), call)?)
     }
