@@ -1,7 +1,7 @@
 """Time-outs are symmetric: a rank that ends a call after another rank gave up in it raises too, in every operation."""
 
 import concurrent.futures
-import time
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +14,8 @@ import antiphon.language.library
 import antiphon.moe
 import ranks
 
-#: Seconds.
-TIMEOUT, LATE = 0.3, 0.9
+#: In seconds.
+TIMEOUT = 0.3
 
 Comm = antiphon.Communicator
 #: Prepares the call of a rank, with all ranks in time.
@@ -155,16 +155,21 @@ def moe_to_slots(comm: Comm) -> Callable[[], Any]:
 
 
 def outcomes(prepare: Prepare) -> list[Any]:
-    """Of both ranks, of which rank 1 is late in the second call."""
+    """Of both ranks, of which rank 1 comes to the second call when rank 0 has given up."""
+    given_up = threading.Event()
 
     def body(comm: Comm) -> Any:
         call = prepare(comm)
         call()
         comm.barrier()
         comm.timeout = TIMEOUT
-        time.sleep(LATE if comm.rank == 1 else 0)
-        result = call()
-        return result.wait() if isinstance(result, antiphon.Pending) else result
+        if comm.rank == 1:
+            given_up.wait(timeout=20)
+        try:
+            result = call()
+            return result.wait() if isinstance(result, antiphon.Pending) else result
+        finally:
+            given_up.set()
 
     return ranks.outcomes(2, body)
 
