@@ -61,7 +61,7 @@ pub(crate) fn prove(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> 
 fn compare(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> {
     let mut findings = Vec::new();
     let mut terms = Terms::new(plan.numerics, &before.syms);
-    let (before, after) = (Side::new(before, &mut terms), Side::new(after, &mut terms));
+    let (before, after) = (Program::new(before, &mut terms), Program::new(after, &mut terms));
     outputs(&before, &after, &mut findings);
     declarations(before.graph, after.graph, &mut findings);
     effects(&before, &after, &mut findings);
@@ -72,14 +72,15 @@ fn compare(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> {
     findings
 }
 
-struct Side<'g> {
+/// The program before or after, with what is known of it.
+struct Program<'g> {
     graph: &'g Graph,
     analysis: Analysis,
     meanings: Meanings,
     roundings: Roundings,
 }
 
-impl<'g> Side<'g> {
+impl<'g> Program<'g> {
     fn new(graph: &'g Graph, terms: &mut Terms) -> Self {
         let analysis = graph.analyse();
         let meanings = terms.of(graph, &analysis);
@@ -98,7 +99,7 @@ impl<'g> Side<'g> {
     }
 }
 
-fn outputs(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
+fn outputs(before: &Program<'_>, after: &Program<'_>, findings: &mut Vec<Finding>) {
     let (old, new) = (&before.graph.outputs, &after.graph.outputs);
     if old.len() != new.len() {
         let text = format!("{} outputs became {}", old.len(), new.len());
@@ -136,9 +137,9 @@ fn outputs(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
             findings.push(Finding::new(FindingKind::Meaning, text).value(after.graph.name(*y)));
         }
     }
-    let shared = |side: &Side<'_>, outputs: &[ValueId]| -> Vec<usize> {
+    let shared = |program: &Program<'_>, outputs: &[ValueId]| -> Vec<usize> {
         let mut first = HashMap::default();
-        let stores = outputs.iter().map(|output| side.analysis.store[output.index()]);
+        let stores = outputs.iter().map(|output| program.analysis.store[output.index()]);
         stores.enumerate().map(|(index, store)| *first.entry(store).or_insert(index)).collect()
     };
     if shared(before, old) != shared(after, new) {
@@ -147,7 +148,7 @@ fn outputs(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
 }
 
 /// A rounding that a value has now, and which is narrower than those that it had.
-fn new_rounding(before: &Side<'_>, after: &Side<'_>, x: ValueId, y: ValueId) -> Option<String> {
+fn new_rounding(before: &Program<'_>, after: &Program<'_>, x: ValueId, y: ValueId) -> Option<String> {
     let new = after.roundings.value(y).narrower_than(before.roundings.value(x))?;
     Some(format!("it is rounded to {new}, which {} was not", before.graph.name(x)))
 }
@@ -201,22 +202,22 @@ impl fmt::Display for Seen<'_> {
 }
 
 /// What the rest of the world sees, in order, with the value whose roundings count.
-fn seen<'s>(side: &'s Side<'_>) -> Vec<(Effect<'s>, Vec<ValueId>)> {
-    let types = |ids: &[ValueId]| ids.iter().map(|id| side.graph.ty(*id)).collect::<Vec<_>>();
+fn seen<'s>(program: &'s Program<'_>) -> Vec<(Effect<'s>, Vec<ValueId>)> {
+    let types = |ids: &[ValueId]| ids.iter().map(|id| program.graph.ty(*id)).collect::<Vec<_>>();
     let mut list = Vec::new();
-    for op in &side.graph.ops {
+    for op in &program.graph.ops {
         if matches!(op.kind, Kind::Opaque { .. }) && op.kind.has_effect() {
             let what = Seen::Opaque { kind: &op.kind, args: types(&op.args), outs: types(&op.outs) };
-            let memory = op.args.iter().flat_map(|arg| [side.term(*arg), side.meanings.memory(*arg)]);
+            let memory = op.args.iter().flat_map(|arg| [program.term(*arg), program.meanings.memory(*arg)]);
             list.push((Effect { what, terms: memory.collect() }, op.args.clone()));
         }
         for (index, out) in op.outs.iter().enumerate() {
             // A wait writes what its start wrote.
             let waits = matches!(op.kind, Kind::Wait { .. });
             let writes = matches!(op.kind.result_memory(index), ResultMemory::Write(_)) && !waits;
-            if let Some(input) = side.external(*out).filter(|_| writes) {
-                let what = Seen::Write { input, ty: side.graph.ty(*out) };
-                let terms = vec![side.term(*out), side.meanings.memory(*out)];
+            if let Some(input) = program.external(*out).filter(|_| writes) {
+                let what = Seen::Write { input, ty: program.graph.ty(*out) };
+                let terms = vec![program.term(*out), program.meanings.memory(*out)];
                 list.push((Effect { what, terms }, vec![*out]));
             }
         }
@@ -224,7 +225,7 @@ fn seen<'s>(side: &'s Side<'_>) -> Vec<(Effect<'s>, Vec<ValueId>)> {
     list
 }
 
-fn effects(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
+fn effects(before: &Program<'_>, after: &Program<'_>, findings: &mut Vec<Finding>) {
     let (old, new) = (seen(before), seen(after));
     for index in 0..old.len().max(new.len()) {
         let (was, is) = (old.get(index), new.get(index));
@@ -247,7 +248,7 @@ fn effects(before: &Side<'_>, after: &Side<'_>, findings: &mut Vec<Finding>) {
 }
 
 /// The plan lists the calls of groups that the graph makes, in their order and with their groups, ways and signatures.
-fn planned(after: &Side<'_>, plan: &Plan, findings: &mut Vec<Finding>) {
+fn planned(after: &Program<'_>, plan: &Plan, findings: &mut Vec<Finding>) {
     let signatures = Signatures::new(after.graph, &after.analysis, &plan.slots);
     let calls = after.graph.ops.iter().filter_map(|op| Some((op, op.kind.group()?)));
     let made: Vec<(&str, &str, Choice, String)> = calls
@@ -271,25 +272,31 @@ fn planned(after: &Side<'_>, plan: &Plan, findings: &mut Vec<Finding>) {
 type Segment = (Term, Option<SymExpr>);
 
 /// What a call gives, segment by segment, with the numbers of elements.
-fn meaning(side: &Side<'_>, op: &Op, terms: &mut Terms) -> Option<Vec<Segment>> {
-    let args: Vec<Term> = op.args.iter().map(|arg| side.term(*arg)).collect::<Option<_>>()?;
-    let ty = |index: usize| side.graph.ty(op.args[index]);
+fn meaning(program: &Program<'_>, op: &Op, terms: &mut Terms) -> Option<Vec<Segment>> {
+    let args: Vec<Term> = op.args.iter().map(|arg| program.term(*arg)).collect::<Option<_>>()?;
+    let ty = |index: usize| program.graph.ty(op.args[index]);
     Some(match &op.kind {
         Kind::Fused { fused } => {
-            vec![(terms.fused(side.graph, fused, &args, ty(0), FusedOutput::Sum), ty(0).numel())]
+            vec![(terms.fused(program.graph, fused, &args, ty(0), FusedOutput::Sum), ty(0).numel())]
         }
         kind => {
             let coll = kind.coll()?;
             let segment = |(index, x): (usize, &Term)| {
-                let out = side.graph.ty(op.outs[index]);
-                (terms.collective(side.graph, coll, *x, ty(index), out), out.numel())
+                let out = program.graph.ty(op.outs[index]);
+                (terms.collective(program.graph, coll, *x, ty(index), out), out.numel())
             };
             args.iter().enumerate().map(segment).collect()
         }
     })
 }
 
-fn calls(before: &Side<'_>, after: &Side<'_>, plan: &Plan, terms: &mut Terms, findings: &mut Vec<Finding>) {
+fn calls(
+    before: &Program<'_>,
+    after: &Program<'_>,
+    plan: &Plan,
+    terms: &mut Terms,
+    findings: &mut Vec<Finding>,
+) {
     let planned: HashMap<&str, &PlannedCall> =
         plan.calls.iter().map(|call| (call.op.as_str(), call)).collect();
     let old: HashMap<&str, (usize, &Op)> =
@@ -364,7 +371,7 @@ fn calls(before: &Side<'_>, after: &Side<'_>, plan: &Plan, terms: &mut Terms, fi
 fn is_computed(
     op: &Op,
     covered: &[(usize, &Op)],
-    (before, after): (&Side<'_>, &Side<'_>),
+    (before, after): (&Program<'_>, &Program<'_>),
     terms: &mut Terms,
 ) -> bool {
     let Some(new) = meaning(after, op, terms) else { return false };

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use super::fuse::Told;
+use super::fuse::FusedNote;
 use crate::{
     analysis::Analysis,
     costs::Costs,
@@ -24,7 +24,7 @@ pub(crate) struct Context<'c> {
     /// For calls that stand for others than themselves: which.
     pub(crate) covers: HashMap<String, Vec<String>>,
     /// What rewrites into fused calls say.
-    pub(crate) told: Vec<Told>,
+    pub(crate) told: Vec<FusedNote>,
     analysis: Option<Rc<Analysis>>,
 }
 

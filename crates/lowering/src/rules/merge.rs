@@ -35,14 +35,16 @@ pub(super) fn apply(cx: &mut Context<'_>) {
     }
 }
 
-struct Side {
+/// One of the two sums that are added.
+struct Addend {
     flight: Flight,
     coll: Coll,
     /// The reshapes between the sum and the addition.
     views: usize,
 }
 
-fn side(cx: &Context<'_>, analysis: &Analysis, user: OpId, mut value: ValueId) -> Option<Side> {
+/// The sum that a value is, behind reshapes, if nothing else uses it.
+fn addend(cx: &Context<'_>, analysis: &Analysis, user: OpId, mut value: ValueId) -> Option<Addend> {
     let (mut user, mut views) = (user, 0);
     loop {
         if !analysis.is_used_by_only(value, user) {
@@ -56,7 +58,7 @@ fn side(cx: &Context<'_>, analysis: &Analysis, user: OpId, mut value: ValueId) -
                 let at = op.outs.iter().position(|out| *out == value)?;
                 let (start, _) = analysis.def[op.args[at].index()]?;
                 let (flight, coll) = flight(&cx.graph, analysis, start)?;
-                return coll.is_sum().then_some(Side { flight, coll, views });
+                return coll.is_sum().then_some(Addend { flight, coll, views });
             }
             _ => return None,
         }
@@ -77,12 +79,12 @@ fn round(cx: &mut Context<'_>) -> bool {
             continue;
         }
         let (Some(a), Some(b)) =
-            (side(cx, &analysis, OpId::from(index), *x), side(cx, &analysis, OpId::from(index), *y))
+            (addend(cx, &analysis, OpId::from(index), *x), addend(cx, &analysis, OpId::from(index), *y))
         else {
             continue;
         };
         let (first, second) = if a.flight.start < b.flight.start { (a, b) } else { (b, a) };
-        let input = |side: &Side| cx.graph.op(side.flight.start).args[0];
+        let input = |addend: &Addend| cx.graph.op(addend.flight.start).args[0];
         let (p, q) = (input(&first), input(&second));
         let (ty, out) = (cx.graph.ty(p).dense(), cx.graph.ty(op.outs[0]).clone());
         let fits = first.coll == second.coll

@@ -11,7 +11,7 @@ use super::cells::Cells;
 use super::finding::{Finding, Kind, Mistake};
 use super::order::{Orders, Timelines};
 use super::program::{Location, Program, What};
-use super::runs::{Content, Goal, Hold, Runs};
+use super::runs::{Content, Goal, Runs, Stalled};
 use super::schedule::Schedule;
 
 /// The writer of a cell: timeline, level and number of the piece.
@@ -51,19 +51,19 @@ pub(super) fn find(
                 continue;
             }
             let reader = each.first_piece + piece;
-            let hold = |writer, strict| Hold {
+            let stalled = |writer, strict| Stalled {
                 pieces: [Some(reader), Some(writer)],
                 polls: [true, false],
                 cell: Some((cell, shared.start, shared.end)),
                 strict,
                 passes_packets: strict && orders.packets_alone(),
-                ..Hold::default()
+                ..Stalled::default()
             };
             let goal = Goal::Mistaken(left.contains_key(&cell));
             for &(.., writer) in writers {
-                let mut state = runs.find(hold(writer, false), goal)?;
+                let mut state = runs.find(stalled(writer, false), goal)?;
                 if state.is_none() && orders.relaxed() {
-                    state = runs.find(hold(writer, true), goal)?;
+                    state = runs.find(stalled(writer, true), goal)?;
                 }
                 let Some(state) = state else { continue };
                 let (mistake, writer) = match state.content {

@@ -22,7 +22,7 @@ use super::cells::{self, Cells};
 use super::finding::Finding;
 use super::lower::{self, Budget};
 use super::program::{Agent, Counted, Counter, Link, Program, Step, What};
-use super::runs::{Goal, Hold, Runs};
+use super::runs::{Goal, Runs, Stalled};
 use super::schedule;
 use super::sizes::Gap;
 use crate::extent::Extent;
@@ -98,7 +98,7 @@ fn stuck(program: &Program<'_>, cells: &Cells, budget: &mut Budget) -> Option<Ve
     }
     let runs = Runs::new(program, cells, budget.words);
     let mut each = [true, false].into_iter().map(|alone| {
-        let state = runs.find(Hold { alone, ..Hold::default() }, Goal::Deadlock);
+        let state = runs.find(Stalled { alone, ..Stalled::default() }, Goal::Deadlock);
         let places = |state| runs.waits(&state).into_iter().map(|(place, _)| place).collect();
         state.map_or(Some(Vec::new()), |state| state.map(places))
     });

@@ -7,7 +7,7 @@ use super::clock::Clock;
 use super::finding::{Finding, Hazard, Kind, Served};
 use super::order::{Order, Orders, Timelines};
 use super::program::{Program, View, What};
-use super::runs::{Goal, Hold, Runs};
+use super::runs::{Goal, Runs, Stalled};
 use super::schedule::Schedule;
 use crate::ids::Rank;
 
@@ -222,9 +222,9 @@ impl Races<'_, '_> {
         let (pieces, polls) = ([Some(first.piece), Some(second.piece)], [first.polls, second.polls]);
         // Where the order depends on the run, the write may also be the first.
         let written = hazard != Hazard::WriteAfterRead || self.every;
-        let hold = Hold { pieces, polls, ..Hold::default() };
+        let stalled = Stalled { pieces, polls, ..Stalled::default() };
         let is_packet = first.is_packet || first.foreign;
-        let Some(served) = self.happens(hold, Goal::Together, written, is_packet)? else { return Ok(()) };
+        let Some(served) = self.happens(stalled, Goal::Together, written, is_packet)? else { return Ok(()) };
         self.seen.insert((first.step, second.step));
         let places = [first, second].map(|done| self.program.steps[done.step as usize].place);
         let region = self.cells.region(cell);
@@ -242,7 +242,7 @@ impl Races<'_, '_> {
     /// may not be seen where only relaxed waits order, or, if it `is_packet` is false, only packets.
     fn happens(
         &self,
-        hold: Hold,
+        stalled: Stalled,
         goal: Goal,
         written: bool,
         is_packet: bool,
@@ -250,10 +250,10 @@ impl Races<'_, '_> {
         if self.sure {
             return Ok(Some(Vec::new()));
         }
-        let mut state = self.runs.find(hold, goal)?;
+        let mut state = self.runs.find(stalled, goal)?;
         if state.is_none() && written && self.orders.relaxed() {
             let passes_packets = self.orders.packets_alone() && !is_packet;
-            state = self.runs.find(Hold { strict: true, passes_packets, ..hold }, goal)?;
+            state = self.runs.find(Stalled { strict: true, passes_packets, ..stalled }, goal)?;
         }
         Ok(state.map(|state| state.served))
     }
@@ -276,8 +276,8 @@ impl Races<'_, '_> {
                             break;
                         }
                         let goal = Goal::Ended(gpu.id);
-                        let hold = Hold { pieces: [Some(late.piece), None], ..Hold::default() };
-                        let Some(served) = self.happens(hold, goal, written, false)? else { continue };
+                        let stalled = Stalled { pieces: [Some(late.piece), None], ..Stalled::default() };
+                        let Some(served) = self.happens(stalled, goal, written, false)? else { continue };
                         self.seen.insert((late.step, u32::MAX));
                         let place = self.program.steps[late.step as usize].place;
                         let kind = Kind::Late { region: self.cells.region(cell), written };

@@ -48,7 +48,7 @@ pub(super) enum Goal {
 
 /// Pieces that are begun and never done.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Hold {
+pub(super) struct Stalled {
     /// Their numbers among those of all moves.
     pub pieces: [Option<u32>; 2],
     /// Whether they begin when they look for packets, and not when these are there.
@@ -169,7 +169,7 @@ pub(super) struct Runs<'p, 'a> {
 struct Play<'r, 'p, 'a, 'w> {
     runs: &'r Runs<'p, 'a>,
     state: State,
-    hold: Hold,
+    stalled: Stalled,
     watch: Option<&'w mut (dyn Watch + 'w)>,
 }
 
@@ -204,8 +204,8 @@ impl<'p, 'a> Runs<'p, 'a> {
     ///
     /// # Errors
     /// [`Kind::TooLarge`]
-    pub fn find(&self, hold: Hold, goal: Goal) -> Result<Option<State>, Kind> {
-        self.explore(hold, goal, Vec::new(), None)
+    pub fn find(&self, stalled: Stalled, goal: Goal) -> Result<Option<State>, Kind> {
+        self.explore(stalled, goal, Vec::new(), None)
     }
 
     /// All runs, with what memory holds.
@@ -213,17 +213,17 @@ impl<'p, 'a> Runs<'p, 'a> {
     /// # Errors
     /// [`Kind::TooLarge`]
     pub fn watch<'w>(&self, holds: Vec<u32>, watch: &'w mut (dyn Watch + 'w)) -> Result<Option<State>, Kind> {
-        self.explore(Hold::default(), Goal::Deadlock, holds, Some(watch))
+        self.explore(Stalled::default(), Goal::Deadlock, holds, Some(watch))
     }
 
     fn explore<'w>(
         &self,
-        hold: Hold,
+        stalled: Stalled,
         goal: Goal,
         holds: Vec<u32>,
         watch: Option<&'w mut (dyn Watch + 'w)>,
     ) -> Result<Option<State>, Kind> {
-        let mut play = Play { runs: self, state: self.start(holds), hold, watch };
+        let mut play = Play { runs: self, state: self.start(holds), stalled, watch };
         for agent in 0..self.program.agents.len() as u32 {
             play.enter(agent, self.program.agents[agent as usize].steps.start);
         }
@@ -237,7 +237,7 @@ impl<'p, 'a> Runs<'p, 'a> {
             }
             self.left.set(left - self.words);
             let takers = self.takers(&state);
-            if self.reached(&state, hold, goal, takers.is_empty()) {
+            if self.reached(&state, stalled, goal, takers.is_empty()) {
                 return Ok(Some(state));
             }
             if takers.is_empty()
@@ -304,11 +304,11 @@ impl<'p, 'a> Runs<'p, 'a> {
         takers
     }
 
-    fn reached(&self, state: &State, hold: Hold, goal: Goal, last: bool) -> bool {
+    fn reached(&self, state: &State, stalled: Stalled, goal: Goal, last: bool) -> bool {
         match goal {
             Goal::Deadlock => last && (0..self.program.agents.len()).any(|agent| !self.ended(state, agent)),
             Goal::Together => {
-                hold.pieces.iter().zip(state.begun).all(|(piece, begun)| piece.is_none() || begun)
+                stalled.pieces.iter().zip(state.begun).all(|(piece, begun)| piece.is_none() || begun)
             }
             Goal::Mistaken(before) => {
                 let data = match state.content {
@@ -416,7 +416,7 @@ impl Play<'_, '_, '_, '_> {
         while step < end {
             match &program.steps[step as usize].what {
                 What::Nop | What::Barrier(_) => break,
-                What::Acquire { relaxed: true, .. } if self.hold.strict => {}
+                What::Acquire { relaxed: true, .. } if self.stalled.strict => {}
                 What::Acquire { links, .. } => {
                     let counters = program.links(links).iter().map(|link| link.counter).collect();
                     items.push(Item { step, left: Left::Takes(counters) });
@@ -444,7 +444,7 @@ impl Play<'_, '_, '_, '_> {
                     }
                 }
             }
-            if self.hold.alone {
+            if self.stalled.alone {
                 break;
             }
             step += 1;
@@ -461,7 +461,7 @@ impl Play<'_, '_, '_, '_> {
     fn awaited(&self, at: u32) -> Vec<u32> {
         let program = self.runs.program;
         let each = &program.moves[at as usize];
-        let awaits = each.awaits && !self.hold.passes_packets;
+        let awaits = each.awaits && !self.stalled.passes_packets;
         let sources = program.sources(each).iter().filter(|source| awaits && source.view.packets());
         sources.flat_map(|source| source.cell..source.cell + each.pieces).collect()
     }
@@ -608,19 +608,20 @@ impl Play<'_, '_, '_, '_> {
     fn moved(&mut self, step: u32, (at, piece): Piece) -> bool {
         let program = self.runs.program;
         let each = &program.moves[at as usize];
-        let awaits = each.awaits && !self.hold.passes_packets;
+        let awaits = each.awaits && !self.stalled.passes_packets;
         let mut awaited = program.sources(each).iter().filter(|source| awaits && source.view.packets());
         let there = awaited.all(|source| self.state.written[(source.cell + piece) as usize] >= each.launch);
         let number = each.first_piece + piece;
         let mut held = false;
-        for (at, _) in self.hold.pieces.iter().enumerate().filter(|&(_, hold)| *hold == Some(number)) {
-            self.state.begun[at] |= there || self.hold.polls[at];
+        for (at, _) in self.stalled.pieces.iter().enumerate().filter(|&(_, stalled)| *stalled == Some(number))
+        {
+            self.state.begun[at] |= there || self.stalled.polls[at];
             held = true;
         }
         if held || !there {
             return false;
         }
-        if let Some((packets, from, to)) = self.hold.cell {
+        if let Some((packets, from, to)) = self.stalled.cell {
             for dest in program.dests(each).iter().map(|dest| dest.cell + piece) {
                 if dest == packets {
                     self.state.content = Content::Packets;

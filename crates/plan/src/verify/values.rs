@@ -10,7 +10,7 @@ use super::cells::{Cells, buffer};
 use super::expect::{Expectation, Expected};
 use super::finding::{Finding, Kind, Mistake, Served};
 use super::program::{Move, Program, View, What};
-use super::runs::{Goal, Hold, Runs, State, Watch};
+use super::runs::{Goal, Runs, Stalled, State, Watch};
 use super::schedule::Schedule;
 use crate::ids::Rank;
 use crate::op::BufferType;
@@ -166,7 +166,7 @@ pub(super) fn check_runs(
     limit: usize,
 ) -> Result<Checked, Kind> {
     let mut run = Run::new(program, cells, expectation, limit);
-    let stuck = match runs.find(Hold { alone: true, ..Hold::default() }, Goal::Deadlock)? {
+    let stuck = match runs.find(Stalled { alone: true, ..Stalled::default() }, Goal::Deadlock)? {
         None => runs.watch(run.holds.clone(), &mut run)?,
         stuck => stuck,
     };

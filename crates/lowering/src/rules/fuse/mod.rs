@@ -79,12 +79,12 @@ struct Found {
     ops: Vec<Op>,
     replaces: Vec<(ValueId, ValueId)>,
     rewrite: Rewrite,
-    told: Told,
+    told: FusedNote,
 }
 
 /// What a rewrite says of a call, once it is known which results are used.
 #[derive(Debug, Clone)]
-pub(crate) struct Told {
+pub(crate) struct FusedNote {
     /// The call.
     call: String,
     /// Which of the rewrites it is.
@@ -283,7 +283,7 @@ fn build(
     }
     let early = norm.as_ref().is_some_and(|norm| norm.round_before_weight);
     let roundings = if early != fused.round_before_weight { 2 } else { 1 };
-    let told = Told { call: name.clone(), rewrite: 0, moved, roundings, dtype: ty.dtype };
+    let told = FusedNote { call: name.clone(), rewrite: 0, moved, roundings, dtype: ty.dtype };
     let mut ops = vec![Op { name, kind: Kind::Fused { fused }, args: operands, outs }];
     for (old, value, wanted, kind) in views {
         if !wanted.is_contiguous() || wanted.offset != 0.into() {
@@ -316,7 +316,7 @@ fn is_exact(
     Some(known.same.fused(&cx.graph, fused, &args, ty, output)) == known.same_of[value.index()]
 }
 
-impl Told {
+impl FusedNote {
     /// What was done, and how far results may be off, in words.
     fn words(&self, outputs: &[FusedOutput]) -> (String, Option<String>) {
         let moved: Vec<FusedOutput> =
@@ -350,7 +350,7 @@ pub(in crate::rules) fn drop_unused_outputs(cx: &mut Context<'_>) {
     }
     let used: HashSet<ValueId> =
         graph.ops.iter().flat_map(|op| &op.args).chain(&graph.outputs).copied().collect();
-    let told: HashMap<&str, &Told> = told.iter().map(|told| (told.call.as_str(), told)).collect();
+    let told: HashMap<&str, &FusedNote> = told.iter().map(|told| (told.call.as_str(), told)).collect();
     for op in &mut graph.ops {
         let Kind::Fused { fused } = &mut op.kind else { continue };
         let any = op.outs.iter().any(|out| used.contains(out));
