@@ -55,10 +55,28 @@ fn compile_anew(source: &str, options: &[String]) -> Result<Vec<u8>, String> {
     result
 }
 
+/// Whether NVRTC has such an option. All but definitions and the architecture say how a GPU's code is made.
+fn is_known(option: &str) -> bool {
+    const KNOWN: [&str; 8] = [
+        "-D",
+        "--gpu-architecture=",
+        "-std=",
+        "-default-device",
+        "-fmad=",
+        "-diag-suppress=",
+        "--ptxas-options=",
+        "-lineinfo",
+    ];
+    KNOWN.iter().any(|known| option.starts_with(known))
+}
+
 fn compile_in(folder: &Path, source: &str, options: &[String]) -> Result<Vec<u8>, String> {
     let text = |error: std::io::Error| error.to_string();
     let [cuda, cpp, library] = ["program.cu", "program.cpp", "program.so"].map(|name| folder.join(name));
     fs::write(&cuda, source).map_err(text)?;
+    if let Some(unknown) = options.iter().find(|option| !is_known(option)) {
+        return Err(format!("unrecognized option {unknown}"));
+    }
     let gpu = options.iter().filter_map(|option| option.strip_prefix("--gpu-architecture=sm_"));
     let architecture: String = gpu.flat_map(|name| name.chars().take_while(char::is_ascii_digit)).collect();
     let run = |command: &mut Command| {
