@@ -8,7 +8,7 @@ use super::Communicator;
 use crate::{
     FabricError,
     endpoint::{Endpoint, Health},
-    layout::{Layout, Regions},
+    layout::Layout,
     rendezvous::random_word,
 };
 
@@ -102,14 +102,7 @@ impl Communicator {
         let parent = self.endpoint();
         let rank = group.iter().position(|&rank| rank == self.rank()).expect("a rank is in its group");
         let nodes = parent.nodes().of_group(group);
-        let (regions, links) = match parent.links.as_ref().filter(|_| nodes.count() > 1) {
-            None => (Regions::new(memory, layout), None),
-            Some(links) => {
-                let regions = Regions::on_node(memory, layout, nodes.clone(), rank);
-                let links = links.of_group(number, rank, group, nodes, regions.clone());
-                (regions, Some(links))
-            }
-        };
+        let (regions, links) = parent.regions_of(memory, layout, (rank, group, &nodes), |_| number);
         let health = Health::of_group(rank, parent, group);
         Self::new(Endpoint::new(health, regions, parent.timeout(), parent.interrupt.clone(), links))
     }

@@ -7,13 +7,16 @@ mod witness;
 use std::{sync::Arc, time::Duration};
 
 use antiphon_device::{
-    host::wait::{Doorbell, Patience, wait_for},
+    host::{
+        memory::SharedMemory,
+        wait::{Doorbell, Patience, wait_for},
+    },
     sync::{AtomicU64, Ordering},
 };
 
 use crate::{
     FabricError, Nodes, Signature,
-    layout::Regions,
+    layout::{Layout, Regions},
     links::{Links, Word},
 };
 
@@ -78,6 +81,24 @@ impl Endpoint {
     /// Fails unless all ranks share one memory, which `what` needs.
     pub(crate) fn check_one_node(&self, what: &str) -> Result<(), FabricError> {
         self.links.as_ref().map_or(Ok(()), |links| links.nodes().check_one(self.rank, what))
+    }
+
+    /// The regions in the memory of a communicator of these ranks of this one, in which this rank is `rank`, and its links between their
+    /// `nodes`, if there are several: from now on it takes messages. The links' number is made of this communicator's.
+    pub(crate) fn regions_of(
+        &self,
+        memory: SharedMemory,
+        layout: Layout,
+        (rank, group, nodes): (usize, &[usize], &Nodes),
+        number: impl FnOnce(u64) -> u64,
+    ) -> (Regions, Option<Links>) {
+        let Some(links) = self.links.as_ref().filter(|_| nodes.count() > 1) else {
+            return (Regions::new(memory, layout), None);
+        };
+        let regions = Regions::on_node(memory, layout, nodes.clone(), rank);
+        let number = number(links.communicator());
+        let links = links.of_group(number, rank, group, nodes.clone(), regions.clone());
+        (regions, Some(links))
     }
 
     /// Moves messages between nodes, if there are any.

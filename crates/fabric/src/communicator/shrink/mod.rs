@@ -27,13 +27,7 @@ use super::{
     Communicator,
     descriptors::{Mailbox, Post, open, unavailable},
 };
-use crate::{
-    FabricError,
-    endpoint::Endpoint,
-    layout::{Layout, Regions},
-    notice::Notice,
-    rendezvous::random_word,
-};
+use crate::{FabricError, endpoint::Endpoint, layout::Layout, notice::Notice, rendezvous::random_word};
 
 impl Communicator {
     /// A communicator of the ranks that are left, when ranks of this one were lost (or it was [aborted](Self::abort)):
@@ -243,15 +237,8 @@ impl<'a> Survivor<'a> {
         let group: Vec<usize> = self.agreement.ranks().collect();
         let nodes = endpoint.nodes().of_group(&group);
         let rank = group.iter().position(|&rank| rank == endpoint.rank).expect("a rank is in its view");
-        let (regions, links) = match endpoint.links.as_ref().filter(|_| nodes.count() > 1) {
-            None => (Regions::new(memory, layout), None),
-            Some(links) => {
-                let regions = Regions::on_node(memory, layout, nodes.clone(), rank);
-                let number = self.agreement.view().communicator(links.communicator());
-                let links = links.of_group(number, rank, &group, nodes.clone(), regions.clone());
-                (regions, Some(links))
-            }
-        };
+        let number = |shrunk| self.agreement.view().communicator(shrunk);
+        let (regions, links) = endpoint.regions_of(memory, layout, (rank, &group, &nodes), number);
         Communicator::new(Endpoint::new(
             endpoint.health.of_survivors(&group, &nodes),
             regions,
