@@ -78,8 +78,7 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         variants.push(variant(Listing, world_size, architecture, &[]));
         variants.push(variant(Placing, world_size, architecture, &[]));
         let experts = if world_size == MAX_WORLD { Experts::Many } else { Experts::Few };
-        let mut moving = variant(ByExpertMoving { staging, experts }, world_size, architecture, rows);
-        moving.takes_all = experts == Experts::Many && staging == Staging::Bulk;
+        let mut moving = variant(ByExpertMoving { staging }, world_size, architecture, rows);
         if staging == Staging::Registers {
             moving.rules.local_bytes = 56; // registers outside the loops
         }
@@ -178,7 +177,7 @@ fn every_kernel_compiles_for_a_rank_that_is_alone() {
         alone(Summing::new(DType::BF16, staging, 1).unwrap()),
         alone(Listing),
         alone(Placing),
-        alone(ByExpertMoving { staging, experts }),
+        alone(ByExpertMoving { staging }),
         alone(ByExpertSumming::new(DType::BF16, staging, experts).unwrap()),
         alone(Dispatching::new(Phases::Both, SlotFormat::Fp8, 1, Marks::Few)),
         alone(Dispatching::new(Phases::Send, SlotFormat::Bf16, 1, Marks::Many)),

@@ -23,7 +23,7 @@ use super::{
 };
 use crate::{
     RowFormat,
-    by_token::cuda::{NotifyCall, Notifying, RegionCall, SUMMED, UNBOUNDED, Warps},
+    by_token::cuda::{NotifyCall, Notifying, RegionCall, SUMMED, UNBOUNDED},
     cuda::{Arrived, Blocks, CudaMoe, Memory, Plan, RouteMemory, RouteWords},
     error::{MoeError, Result, refused},
     tensors::{Name, VECTOR},
@@ -465,11 +465,11 @@ impl CudaMoe {
         let second = if has_scale_rows { scales * 4 } else { 0 };
         let words =
             if from.probs.is_some() { 2 } else { 1 } * local + if has_scale_rows { 0 } else { scales };
-        let family = ByExpertMoving { staging: self.staging(), experts: Experts::of(local) };
+        let family = ByExpertMoving { staging: self.staging() };
         let rows = ByExpertRowsCall {
             counts: routes.plan.at(RouteWords::counts),
             starts: routes.plan.at(RouteWords::starts),
-            order: routes.plan.at(RouteWords::order),
+            heads: routes.plan.at(RouteWords::send_head),
             most: routes.at(ByExpertWords::most),
             all: routes.at(ByExpertWords::all),
             number: routes.at(ByExpertWords::number),
@@ -486,12 +486,7 @@ impl CudaMoe {
                 has_scale_rows,
             )?,
             to_probs: optional("received probs", to_probs.map(|view| view.as_view()).as_ref(), false)?,
-            region: self.region_of_map(
-                of_dispatch("x"),
-                format.row_bytes() + second,
-                words,
-                family.warps(),
-            )?,
+            region: self.region_of_map(of_dispatch("x"), format.row_bytes() + second, words)?,
             tokens: route_sizes.sizes.tokens as u32,
             rows: route_sizes.rows as u32,
             row_bytes: format.row_bytes() as u32,
@@ -552,7 +547,7 @@ impl CudaMoe {
                 "output probs",
                 call.output_probs.as_ref().map(|view| view.as_view()).as_ref(),
             )?,
-            region: self.region_of_map(of_combine("rows"), format.row_bytes(), words, family.warps())?,
+            region: self.region_of_map(of_combine("rows"), format.row_bytes(), words)?,
             tokens: route_sizes.sizes.tokens as u32,
             row_bytes: format.row_bytes() as u32,
             local: local as u32,
@@ -565,15 +560,8 @@ impl CudaMoe {
 
     /// How the region serves records of `bytes` bytes with words beside them. Only the GPU knows the number of words of a record, which is
     /// at most `words`.
-    fn region_of_map(&self, name: Name, bytes: usize, words: usize, warps: Warps) -> Result<RegionCall> {
-        let (beside, most) = (words.div_ceil(4) * VECTOR, warps.beside as usize);
-        if beside > most {
-            let problem = format!(
-                "choices, probs and scales beside a row are up to {beside} bytes; at most {most} are served"
-            );
-            return Err(refused(name.call, problem));
-        }
-        self.region_of_records(name.call, bytes + beside)?; // there is room for the largest
+    fn region_of_map(&self, name: Name, bytes: usize, words: usize) -> Result<RegionCall> {
+        self.region_of_records(name.call, bytes + words.div_ceil(4) * VECTOR)?; // there is room for the largest
         Ok(RegionCall { record_bytes: bytes as u32, ..self.region_of_records(name.call, bytes)? })
     }
 }

@@ -7,7 +7,7 @@ use antiphon_tensor::DType;
 
 use crate::{
     by_token::cuda::{
-        BESIDE, Moving, PIPELINE, REGION, RegionCall, SUMS, Staging, Warps, family, kernel_call,
+        PIPELINE, REGION, RegionCall, SUMS, Stages, Staging, Warps, family, kernel_call,
     },
     cuda::THREADS,
     layout::MAX_LOCAL_EXPERTS,
@@ -50,7 +50,7 @@ kernel_call! {
 kernel_call! {
     /// `by_expert_rows_call` of dispatch.cuh.
     ByExpertRowsCall {
-        counts starts order most all number first kept places x scales probs to_x to_scales to_probs;
+        counts starts heads most all number first kept places x scales probs to_x to_scales to_probs;
         [region: RegionCall] tokens rows row_bytes scales_of_row local is_by_token
     }
 }
@@ -86,7 +86,7 @@ pub(crate) struct Placing;
 /// How many experts a rank has at most, on which the shared memory of warps depends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Experts {
-    /// The choices and probs of 191 experts fit into the bytes that the form by token has beside a row.
+    /// So few that the lists of what is summed leave room for many warps.
     Few,
     /// As many experts as are served.
     Many,
@@ -104,28 +104,17 @@ impl Experts {
             Self::Many => MAX_LOCAL_EXPERTS,
         }
     }
-
-    /// The bytes of a word for each expert.
-    const fn bytes(self) -> u32 {
-        4 * self.most() as u32
-    }
 }
 
 /// The kernel that moves tokens to the rows of their experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ByExpertMoving {
     pub(crate) staging: Staging,
-    pub(crate) experts: Experts,
 }
 
 impl ByExpertMoving {
-    /// With many experts fewer warps send, so that a multiprocessor has room for another kernel that waits.
-    pub(super) fn warps(self) -> Warps {
-        match self.experts {
-            Experts::Few => Moving::WARPS,
-            Experts::Many => Warps { sending: 3, beside: 2 * self.experts.bytes() + BESIDE, ..Moving::WARPS },
-        }
-    }
+    /// Most warps send and take by turns, one raises flags, one polls those of the peers, one empties rows.
+    const WARPS: Warps = Warps { rings: 7, all: 10, stages: Stages::HALF_ROWS, streams: 0, stream: 0 };
 }
 
 /// The kernel that moves rows back and sums them.
@@ -142,13 +131,15 @@ impl ByExpertSumming {
         Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, experts })
     }
 
-    /// Half of the warps send, half sum. With many experts fewer send, as the lists of what is summed leave less shared memory.
-    pub(super) fn warps(self) -> Warps {
-        let few = Warps { sending: 4, rings: 4, flags: 0, all: 8, beside: BESIDE };
-        match self.experts {
-            Experts::Few => few,
-            Experts::Many => Warps { sending: 2, rings: 2, beside: self.experts.bytes(), ..few },
-        }
+    /// Half of the warps send, one raises flags, half sum. With many experts there are fewer, as the lists of what is summed leave less
+    /// shared memory.
+    fn warps(self) -> Warps {
+        let (rings, all) = match self.experts {
+            Experts::Few => (5, 12),
+            Experts::Many => (3, 8),
+        };
+        // Where a stage ends, so does a vector of each lane.
+        Warps { rings, all, stages: Stages { count: 2, bytes: 3072 }, streams: all - 1, stream: 12 }
     }
 }
 
@@ -168,8 +159,8 @@ family!(
 family!(Placing: PlaceKernel(PlaceCall), "place.cuh" of [PLACE], |_, program| program, |_| THREADS, |_| 0);
 family!(
     ByExpertMoving: DispatchKernel(ByExpertRowsCall), "dispatch_by_expert.cuh" of [ROWS, PIPELINE, REGION, CHOICES, ROWS_BY_MAP],
-    |this, program| this.warps().define(program), |this| this.warps().threads(),
-    |this| this.warps().shared_bytes(this.staging)
+    |_, program| ByExpertMoving::WARPS.define(program), |_| ByExpertMoving::WARPS.threads(),
+    |this| ByExpertMoving::WARPS.shared_bytes(this.staging)
 );
 family!(
     ByExpertSumming: CombineKernel(ByExpertSumsCall),

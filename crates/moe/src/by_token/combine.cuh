@@ -8,8 +8,6 @@ struct sums_call {
     const u32* counts;  // as in notify.cuh, and so below
     const u32* starts;
     const i32* heads;
-    const u32* order;
-    const u32* sources; // [N]: the token of each row
     const u8* rows;     // [N, row_bytes]
     const u32* weights; // [N, top_k]
     const u8* bias[2];  // [tokens, row_bytes]; null if there is none
@@ -20,60 +18,36 @@ struct sums_call {
 };
 
 // Sends this rank's rows of peers' tokens, with their weights.
-DEVICE bool send_rows(reader& r, pipeline& copies, const sums_call& k, const counts& n, const turn& t) {
+DEVICE bool send_rows(reader& r, pipeline<>& copies, const sums_call& k, const counts& n, const turn& t) {
     const arguments& a = r.a;
-    const u32 padded = (k.top_k + 3) / 4 * 4;
-    const parts from{{k.rows, nullptr}, {k.row_bytes, 0}};
-    const auto weight = [&](u32, u32 row, u32 index) { return __ldg(k.weights + (u64)row * k.top_k + index); };
-    u32 used = 0; // of the words that fit where weights are gathered
+    const parts from{{(u8*)k.rows, nullptr}, {k.row_bytes, 0}};
     return send_as_places_are_free(r, copies, k.region, t, [&](u32 to) { return n.rows[to][a.rank]; }, [&](u32 ready, u32 number) {
-        const bool is_mine = ready >> lane_id() & 1;
-        const u32 row = is_mine ? n.starts[rank_of(a, lane_id())] + number : ~0u;
-        if (padded != 0) {
-            if (used + PEERS * padded > BESIDE_BYTES / 4) {
-                copies.before_gathering();
-                used = 0;
-            }
-            gather(copies, (u32*)copies.gathered + used, PEERS, k.top_k, 0, row, weight);
-        }
         for (u32 left = ready; left != 0; left &= left - 1) {
-            const u32 next = __ffs(left) - 1, its_row = __shfl_sync(WHOLE_WARP, row, next), its_number = __shfl_sync(WHOLE_WARP, number, next);
-            send_record(a, copies, k.region, t, next, its_number, from.row(its_row), (used + next * padded) * 4, padded * 4);
+            const u32 next = __ffs(left) - 1, to = rank_of(a, next), its_number = __shfl_sync(WHOLE_WARP, number, next);
+            const u32 row = n.starts[to] + its_number;
+            u8* const peer = a.peer[next];
+            const spot s(k.region, its_number);
+            u8* const place = peer + record_at(k.region, t, a.rank, to, s);
+            const auto weight = [&](u32 index) { return __ldg(k.weights + (u64)row * k.top_k + index); };
+            const u32 first = lane_id() < k.top_k ? weight(lane_id()) : 0; // under way while the row is copied
+            copies.copy(from.rows(row), k.row_bytes, [&] { return from.record(place); });
+            u32* const beside = (u32*)(place + k.row_bytes);
+            if (lane_id() < k.top_k) beside[lane_id()] = first;
+            for (u32 index = lane_id() + 32; index < k.top_k; index += 32) beside[index] = weight(index);
+            copies.signal(lane_id() == 0 ? (u32*)(peer + flag_at(a, t, a.rank, s)) : nullptr, s.round());
         }
-        used += PEERS * padded;
     });
 }
 
-// Where a rank's row of a token of this rank is; null if it has none.
-DEVICE const u8* row_at(const arguments& a, const sums_call& k, const counts& n, const turn& t, u32 token, u32 rank) {
-    const u32 head = (u32)k.heads[(u64)token * WORLD + rank];
-    if (head >= n.rows[a.rank][rank]) return nullptr; // -1 too
-    if (rank == a.rank) return k.rows + (u64)(n.starts[rank] + head) * k.row_bytes;
-    return a.own + record_at(k.region, t, rank, a.rank, head);
-}
-
-// A vector of the sum of a token, of which `got` has those of the ranks.
-DEVICE void store_sum(const sums_call& k, u32 token, u32 held, u32 at, const uint4 (&got)[WORLD]) {
-    const u64 place = (u64)token * k.row_bytes + at * 16;
-    growing sum;
-#pragma unroll
-    for (u32 bias = 0; bias < 2; ++bias)
-        if (k.bias[bias] != nullptr) sum.add(load16(k.bias[bias] + place));
-#pragma unroll
-    for (u32 rank = 0; rank < WORLD; ++rank)
-        if (held >> rank & 1) sum.add(got[rank]);
-    store16(k.output + place, narrow_vec<T>(sum.elements).words);
-}
-
 // The sums of a token's weights, which lie behind the rows of peers.
-DEVICE void store_weights(const arguments& a, const sums_call& k, const counts& n, const turn& t, u32 token) {
+DEVICE void store_weights(const arguments& a, const sums_call& k, u32 token, u32 held, const u8* const (&rows)[WORLD]) {
     for (u32 i = lane_id(); i < k.top_k; i += 32) {
         float sum = 0;
         bool is_begun = false;
+#pragma unroll
         for (u32 rank = 0; rank < WORLD; ++rank) {
-            const u8* row = row_at(a, k, n, t, token, rank);
-            if (row == nullptr) continue;
-            const u32* weights = rank == a.rank ? k.weights + (u64)(row - k.rows) / k.row_bytes * k.top_k : (const u32*)(row + k.row_bytes);
+            if (!(held >> rank & 1)) continue;
+            const u32* weights = rank == a.rank ? k.weights + (u64)(rows[rank] - k.rows) / k.row_bytes * k.top_k : (const u32*)(rows[rank] + k.row_bytes);
             const float weight = __uint_as_float(ld_relaxed_sys(weights + i));
             sum = is_begun ? sum + weight : weight;
             is_begun = true;
@@ -87,61 +61,100 @@ DEVICE void leave_nan(const sums_call& k, u32 first, u32 step) {
     leave_nan(k.output, k.row_bytes, k.to_weights, k.top_k, first, step, k.tokens);
 }
 
+// Sums a token, of which each rank that is `held` has a row.
+DEVICE void sum_token(const arguments& a, const sums_call& k, const stream& s, u32 token, u32 held, const u8* const (&rows)[WORLD]) {
+    constexpr u32 AT_ONCE = STREAM / WORLD >= 6 ? 2 : 1; // vectors of a lane in a round
+    constexpr u32 ROUNDS = STREAM / (WORLD * AT_ONCE);    // that are under way
+    static_assert(ROUNDS >= 2, "a round is summed while another one comes");
+    const u32 vectors = k.row_bytes / 16;
+    const auto vector_of = [&](u32 round, u32 m) { return (round * AT_ONCE + m) * 32 + lane_id(); };
+    const auto place_of = [&](u32 round, u32 m, u32 rank) { return s.place((round % ROUNDS * AT_ONCE + m) * WORLD + rank); };
+    const auto load = [&](u32 round) {
+#pragma unroll
+        for (u32 m = 0; m < AT_ONCE; ++m)
+#pragma unroll
+            for (u32 rank = 0; rank < WORLD; ++rank)
+                if (held >> rank & 1 && vector_of(round, m) < vectors) copy_async16(place_of(round, m, rank), rows[rank] + vector_of(round, m) * 16);
+        copies_end_group();
+    };
+#pragma unroll
+    for (u32 round = 0; round < ROUNDS - 1; ++round) load(round);
+#pragma unroll 1
+    for (u32 round = 0; round * AT_ONCE * 32 < vectors; ++round) {
+        load(round + ROUNDS - 1);
+        copies_wait<ROUNDS - 1>();
+        growing sums[AT_ONCE];
+#pragma unroll
+        for (u32 bias = 0; bias < 2; ++bias)
+#pragma unroll
+            for (u32 m = 0; m < AT_ONCE; ++m)
+                if (k.bias[bias] != nullptr && vector_of(round, m) < vectors)
+                    sums[m].add(load16(k.bias[bias] + (u64)token * k.row_bytes + vector_of(round, m) * 16));
+#pragma unroll
+        for (u32 rank = 0; rank < WORLD; ++rank)
+#pragma unroll
+            for (u32 m = 0; m < AT_ONCE; ++m)
+                if (held >> rank & 1) sums[m].add(*(const uint4*)place_of(round, m, rank));
+#pragma unroll
+        for (u32 m = 0; m < AT_ONCE; ++m)
+            if (vector_of(round, m) < vectors)
+                store16(k.output + (u64)token * k.row_bytes + vector_of(round, m) * 16, narrow_vec<T>(sums[m].elements).words);
+    }
+    store_weights(a, k, token, held, rows);
+}
+
 // The warp's share of this rank's tokens.
-DEVICE bool sum_tokens(reader& r, const sums_call& k, const counts& n, const turn& t, u32 warp, u32 warps) {
+DEVICE bool sum_tokens(reader& r, const sums_call& k, const stream& s, const counts& n, const turn& t, rows mine) {
     const arguments& a = r.a;
-    for (u32 token = blockIdx.x * warps + warp; token < k.tokens; token += gridDim.x * warps) {
-        if (!wait_for_rows(r, k.heads, k.region, n, t, token)) {
-            leave_nan(k, token, gridDim.x * warps);
-            return false;
+    for (u32 first = mine.first; first < k.tokens; first += batch::COUNT * mine.step) {
+        batch some(a, k.region, n, t, k.heads, first, mine.step, k.tokens);
+        for (u32 index = 0; index < batch::COUNT; ++index) {
+            const u32 token = first + index * mine.step;
+            if (token >= k.tokens) break;
+            if (!some.wait(r, index)) {
+                leave_nan(k, token, mine.step);
+                return false;
+            }
+            const u8* rows[WORLD];
+#pragma unroll
+            for (u32 rank = 0; rank < WORLD; ++rank) {
+                const u32 number = some.number_of(index, rank);
+                rows[rank] = rank == a.rank ? k.rows + (u64)(n.starts[rank] + number) * k.row_bytes
+                                            : a.own + record_at(k.region, t, rank, a.rank, spot(k.region, number));
+            }
+            sum_token(a, k, s, token, some.held(index), rows);
+            some.note_read(index);
         }
-        const u32 held = held_of(a, k.heads, n, token);
-        const u8* rows[WORLD];
-#pragma unroll
-        for (u32 rank = 0; rank < WORLD; ++rank) rows[rank] = row_at(a, k, n, t, token, rank);
-        const u32 vectors = k.row_bytes / 16;
-        for (u32 first = lane_id(); first < vectors; first += 32 * AT_ONCE) {
-            uint4 got[AT_ONCE][WORLD];
-#pragma unroll
-            for (u32 m = 0; m < AT_ONCE; ++m)
-#pragma unroll
-                for (u32 rank = 0; rank < WORLD; ++rank)
-                    if (rows[rank] != nullptr && first + m * 32 < vectors) got[m][rank] = load16_volatile(rows[rank] + (first + m * 32) * 16);
-#pragma unroll
-            for (u32 m = 0; m < AT_ONCE; ++m)
-                if (first + m * 32 < vectors) store_sum(k, token, held, first + m * 32, got[m]);
-        }
-        store_weights(a, k, n, t, token);
-        count_read(a, k.heads, k.region, n, t, token);
+        some.count();
     }
     return true;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT)
 combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k) {
     extern __shared__ uint4 memory[];
     pdl_wait();
     const block_end end(a);
     const turn t = begin(a, load_control(a));
-    pipeline::prepare();
+    stores::prepare();
     const counts n(k.counts, k.starts);
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
         if (from != a.rank) most = max(most, n.rows[a.rank][from]);
     if (!advance(a, t, flag_vectors(k.region, most), UPPER_VECTORS | OWN_TOO)) return leave_nan(k, grid_thread() / 32, grid_threads() / 32);
 
-    // Warps of a block: some send, the others sum.
+    // Warps of a block: some send, one raises flags, the others sum.
     reader r(a, t);
     const u32 warp = threadIdx.x / 32;
-    if (raises_flags(warp)) return pipeline::raise_flags();
+    if (raises_flags(warp)) return stores::raise_flags();
     bool came;
-    if (warp < SENDING) {
-        pipeline copies(memory);
+    if (warp < RINGS) {
+        pipeline<> copies(memory);
         came = send_rows(r, copies, k, n, t);
         copies.finish();
     } else {
-        constexpr u32 OTHERS = RINGS + FLAG_WARPS;
-        came = sum_tokens(r, k, n, t, warp - OTHERS, THREADS / 32 - OTHERS);
+        constexpr u32 OTHERS = RINGS + 1;
+        came = sum_tokens(r, k, stream(memory, warp - OTHERS), n, t, share_of_warp(OTHERS, THREADS / 32 - OTHERS));
     }
     if (came && !__all_sync(WHOLE_WARP, r.finish())) leave_nan(k, 0, 1);
 }

@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     cuda::{Blocks, CudaByTokenRoutes, CudaMoe, LINE, Plan, RouteWords, THREADS},
-    error::{MoeError, Result, refused},
+    error::{MoeError, Result},
     tensors::{Name, VECTOR},
 };
 
@@ -67,7 +67,7 @@ pub(crate) struct RegionCall {
 kernel_call! {
     /// `notify_call` of notify.cuh.
     NotifyCall {
-        in_rank per_expert own_most counts starts prefix routed overflow chosen chosen_by most heads order result;
+        in_rank per_expert own_most counts starts prefix routed overflow chosen chosen_by most heads result;
         tokens room local number
     }
 }
@@ -88,7 +88,6 @@ impl NotifyCall {
             chosen_by: 0,
             most: 0,
             heads: plan.at(RouteWords::send_head),
-            order: plan.at(RouteWords::order),
             result: 0,
             tokens: 0,
             room: UNBOUNDED,
@@ -100,14 +99,14 @@ impl NotifyCall {
 kernel_call! {
     /// `rows_call` of dispatch.cuh.
     RowsCall {
-        counts starts order sources x scales ids weights to_x to_scales to_ids to_weights;
+        counts starts heads sources x scales ids weights to_x to_scales to_ids to_weights;
         [region: RegionCall] tokens rows row_bytes scales_of_row top_k id_bytes local
     }
 }
 kernel_call! {
     /// `sums_call` of combine.cuh.
     SumsCall {
-        counts starts heads order sources rows weights first_bias second_bias output to_weights;
+        counts starts heads rows weights first_bias second_bias output to_weights;
         [region: RegionCall] tokens row_bytes top_k
     }
 }
@@ -123,12 +122,8 @@ pub(crate) struct Moving {
 }
 
 impl Moving {
-    /// Some warps send, one raises flags, the others take what comes.
-    pub(crate) const WARPS: Warps = Warps { sending: 4, rings: 7, flags: 1, all: 8, beside: BESIDE };
     /// Most warps send and take by turns, one raises flags, one polls those of the peers.
-    const BY_TURNS: Warps = Warps { sending: 7, rings: 7, flags: 1, all: 9, beside: BESIDE };
-    /// Half a row of bf16: a warp needs a microsecond for a stage, whatever its size.
-    const STAGES: Stages = Stages { count: 2, bytes: 7168 };
+    const WARPS: Warps = Warps { rings: 7, all: 9, stages: Stages::HALF_ROWS, streams: 0, stream: 0 };
 }
 
 /// The kernel that moves rows back and sums them.
@@ -140,13 +135,12 @@ pub(crate) struct Summing {
 }
 
 impl Summing {
-    /// The kernel for rows of a dtype and a number of ranks (with more of them a thread needs more registers); none for a dtype that is not
-    /// summed.
+    /// The kernel for rows of a dtype and a number of ranks; none for a dtype that is not summed.
     pub(crate) fn new(dtype: DType, staging: Staging, world_size: usize) -> Option<Self> {
-        let warps = match world_size {
-            ..=3 => Warps { sending: 4, rings: 4, flags: 0, all: 12, beside: BESIDE },
-            _ => Warps { sending: 3, rings: 3, flags: 0, all: 8, beside: BESIDE },
-        };
+        // Some warps send, one raises flags, the others sum. To several peers, more copies than these only wait for each other.
+        let rings = if world_size <= 2 { 3 } else { 2 };
+        let (all, streams) = (12, 12 - 1 - rings);
+        let warps = Warps { rings, all, stages: Stages::HALF_ROWS, streams, stream: 16 };
         Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, warps })
     }
 }
@@ -163,38 +157,34 @@ pub(crate) enum Staging {
 /// What the warps of a block do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Warps {
-    pub(crate) sending: u32,
-    /// Those that copy through rings of shared memory, which begin with those that send.
+    /// The first ones copy, each through a ring of stages. The next one raises their flags.
     pub(crate) rings: u32,
-    /// The next ones, 1 or none, raise the flags of those that send, which otherwise raise their own.
-    pub(crate) flags: u32,
     pub(crate) all: u32,
-    /// Bytes of what travels beside rows that a warp which sends gathers at once.
-    pub(crate) beside: u32,
+    pub(crate) stages: Stages,
+    /// Warps to which vectors stream that they sum, and how many a lane has room for.
+    pub(crate) streams: u32,
+    pub(crate) stream: u32,
 }
 
 /// The stages of a ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stages {
-    count: u32,
-    bytes: u32,
+    pub(crate) count: u32,
+    pub(crate) bytes: u32,
+}
+
+impl Stages {
+    /// Half a row of bf16 of 7168, or a row of FP8 with its scales: a warp needs about a microsecond for a stage, whatever its size.
+    pub(crate) const HALF_ROWS: Self = Self { count: 2, bytes: 7424 };
 }
 
 impl Warps {
-    const STAGES: Stages = Stages { count: 4, bytes: 3584 };
-
     pub(crate) fn define(self, program: Program) -> Program {
-        self.define_with(Self::STAGES, program)
-    }
-
-    fn define_with(self, stages: Stages, program: Program) -> Program {
         program
-            .define("SENDING", self.sending)
             .define("RINGS", self.rings)
-            .define("STAGES", stages.count)
-            .define("STAGE_BYTES", stages.bytes)
-            .define("FLAG_WARPS", self.flags)
-            .define("BESIDE_BYTES", self.beside)
+            .define("STAGES", self.stages.count)
+            .define("STAGE_BYTES", self.stages.bytes)
+            .define("STREAM", self.stream)
             .define("LINE", LINE)
     }
 
@@ -203,22 +193,15 @@ impl Warps {
     }
 
     pub(crate) fn shared_bytes(self, staging: Staging) -> u32 {
-        self.shared_bytes_with(Self::STAGES, staging)
-    }
-
-    fn shared_bytes_with(self, stages: Stages, staging: Staging) -> u32 {
-        match staging {
-            // The kernel begins at a line.
-            Staging::Bulk => {
-                (LINE - VECTOR) as u32 + self.sending * self.beside + self.rings * stages.count * stages.bytes
-            }
+        let stages = match staging {
+            Staging::Bulk => self.rings * self.stages.count * self.stages.bytes,
             Staging::Registers => 0,
-        }
+        };
+        let streams = self.streams * self.stream * 32 * VECTOR as u32;
+        // The kernel begins at a line.
+        if stages + streams == 0 { 0 } else { (LINE - VECTOR) as u32 + stages + streams }
     }
 }
-
-/// The most bytes that travel beside a row. Only rows by expert have more, where a rank has many experts.
-pub(crate) const BESIDE: u32 = 1536;
 
 /// A family of one kernel, made of these sources, of which the last gives it its name.
 macro_rules! family {
@@ -266,8 +249,7 @@ const COMBINE: Source = Source { name: "by_token/combine.cuh", text: include_str
 family!(Notifying: NotifyKernel(NotifyCall), "notify.cuh" of [NOTIFY], |_, program| program, |_| THREADS, |_| 0);
 family!(
     Moving: DispatchKernel(RowsCall), "dispatch.cuh" of [ROWS, PIPELINE, REGION, DISPATCH],
-    |_, program| Moving::BY_TURNS.define_with(Moving::STAGES, program), |_| Moving::BY_TURNS.threads(),
-    |this| Moving::BY_TURNS.shared_bytes_with(Moving::STAGES, this.staging)
+    |_, program| Moving::WARPS.define(program), |_| Moving::WARPS.threads(), |this| Moving::WARPS.shared_bytes(this.staging)
 );
 family!(
     Summing: CombineKernel(SumsCall), "combine.cuh" of [ROWS, REDUCE, PIPELINE, REGION, SUMS, COMBINE],
@@ -334,7 +316,7 @@ impl CudaMoe {
         let call = RowsCall {
             counts: plan.at(RouteWords::counts),
             starts: plan.at(RouteWords::starts),
-            order: plan.at(RouteWords::order),
+            heads: plan.at(RouteWords::send_head),
             sources: routes.sources(),
             x: vectors("x", &from.x)?,
             scales: scales("scales", from.scales.as_ref())?,
@@ -388,8 +370,6 @@ impl CudaMoe {
             counts: plan.at(RouteWords::counts),
             starts: plan.at(RouteWords::starts),
             heads: plan.at(RouteWords::send_head),
-            order: plan.at(RouteWords::order),
-            sources: routes.sources(),
             rows: vectors("rows", &call.rows)?,
             weights: optional("weights", call.weights.as_ref())?,
             first_bias: bias(call.biases[0].as_ref())?,
@@ -415,14 +395,7 @@ impl CudaMoe {
         let scales = format.num_scales();
         let (second, words) =
             if scales.is_multiple_of(4) { (scales * 4, words) } else { (0, words + scales) };
-        let beside = words.div_ceil(4) * VECTOR;
-        if beside > BESIDE as usize {
-            let problem = format!(
-                "{scales} scales and choices of a row are {beside} bytes; at most {BESIDE} are served"
-            );
-            return Err(refused(call, problem));
-        }
-        self.region_of_records(call, format.row_bytes() + second + beside)
+        self.region_of_records(call, format.row_bytes() + second + words.div_ceil(4) * VECTOR)
     }
 
     /// How the region serves records of `record_bytes` bytes.

@@ -1,13 +1,14 @@
 // Dispatch: the tokens of every rank to where the routes say. Behind region.cuh.
 //
-// A record is a token's row and, beside it, some words: the token's number, its experts as the receiving rank numbers them, their
-// weights, its scales. Records go in order to the receiver's lane of this rank, so that a receiver knows of each where it belongs.
+// A record is a token's row with its scales and, beside them, some words: the token's number, its experts as the receiving rank numbers
+// them, their weights, scales that are no whole vectors. Records go in order to the receiver's lane of this rank, so that a receiver knows
+// of each where it belongs.
 
 // Rust's `RowsCall` has the same layout.
 struct rows_call {
     const u32* counts; // as in notify.cuh, and so below
     const u32* starts;
-    const u32* order;
+    const i32* heads;
     u32* sources;      // [N]: the token of each received row
     const u8* x;       // [tokens, row_bytes]
     const u32* scales; // [tokens, scales_of_row]
@@ -21,33 +22,40 @@ struct rows_call {
     u32 tokens, rows, row_bytes, scales_of_row, top_k, id_bytes, local;
 };
 
-// A token's choice as `rank` numbers its experts; -1 where it is another's.
-DEVICE i32 choice_of(const rows_call& k, u32 rank, u64 index) {
-    const i64 id = k.id_bytes == 8 ? __ldg((const i64*)k.ids + index) : (i64)__ldg((const i32*)k.ids + index);
-    const i64 here = id - (i64)rank * k.local;
-    return 0 <= here && here < k.local ? (i32)here : -1;
-}
-
-// A word that lies beside a row.
-DEVICE u32 word_beside(const rows_call& k, u32 rank, u32 token, u32 word) {
-    if (word == 0) return token;
-    word -= 1;
-    if (word < 2 * k.top_k) {
-        const bool is_id = word < k.top_k;
-        const u64 index = (u64)token * k.top_k + (is_id ? word : word - k.top_k);
-        const i32 choice = choice_of(k, rank, index);
-        return is_id ? (u32)choice : choice < 0 ? 0 : __ldg(k.weights + index);
-    }
-    word -= 2 * k.top_k;
-    return word < k.scales_of_row ? __ldg(k.scales + (u64)token * k.scales_of_row + word) : 0;
-}
-
-// The scales of a row that are whole vectors are moved as a row of their own; else as words beside it.
+// The scales of a row that are whole vectors lie behind the row; else they are words beside it.
 DEVICE bool has_scale_rows(const rows_call& k) { return k.scales_of_row != 0 && k.scales_of_row % 4 == 0; }
 DEVICE u32 words_of(const rows_call& k) { return 1 + 2 * k.top_k + (has_scale_rows(k) ? 0 : k.scales_of_row); }
 DEVICE parts rows_of(const rows_call& k) {
-    return parts{{k.x, (const u8*)k.scales}, {k.row_bytes, has_scale_rows(k) ? k.scales_of_row * 4 : 0}};
+    return parts{{(u8*)k.x, (u8*)k.scales}, {k.row_bytes, has_scale_rows(k) ? k.scales_of_row * 4 : 0}};
 }
+DEVICE parts to_rows_of(const rows_call& k) { return parts{{k.to_x, (u8*)k.to_scales}, {k.row_bytes, rows_of(k).bytes[1]}}; }
+
+// A word that lies beside a row, before it is known which rank it is for.
+struct word_beside {
+    u32 value;
+    u32 expert; // the expert of an id or a weight, among all; no expert of any rank if the choice names none
+
+    DEVICE word_beside(const rows_call& k, u32 token, u32 word) : value(token), expert(~0u) {
+        if (word == 0) return;
+        word -= 1;
+        if (word < 2 * k.top_k) {
+            const u64 index = (u64)token * k.top_k + (word < k.top_k ? word : word - k.top_k);
+            const i64 id = k.id_bytes == 8 ? __ldg((const i64*)k.ids + index) : (i64)__ldg((const i32*)k.ids + index);
+            if (0 <= id && id < (i64)k.local * WORLD) expert = (u32)id;
+            value = word < k.top_k ? 0 : __ldg(k.weights + index);
+        } else {
+            word -= 2 * k.top_k;
+            value = word < k.scales_of_row ? __ldg(k.scales + (u64)token * k.scales_of_row + word) : 0;
+        }
+    }
+    // As a rank gets it: an id as the rank numbers its experts, -1 where it is another's, whose weight is 0.
+    DEVICE u32 of(const rows_call& k, u32 rank, u32 word) const {
+        if (word == 0 || word > 2 * k.top_k) return value;
+        const u32 here = expert - rank * k.local;
+        if (word <= k.top_k) return here < k.local ? here : ~0u;
+        return here < k.local ? value : 0;
+    }
+};
 
 DEVICE void store_beside(const rows_call& k, u32 row, u32 word, u32 value) {
     if (word == 0) k.sources[row] = value;
@@ -60,19 +68,69 @@ DEVICE void store_beside(const rows_call& k, u32 row, u32 word, u32 value) {
         k.to_scales[(u64)row * k.scales_of_row + word - 1 - 2 * k.top_k] = value;
 }
 
-// Takes a record that has come.
-DEVICE void take_record(const arguments& a, pipeline& copies, const rows_call& k, const counts& n, const turn& t, u32 source, u32 number) {
-    const parts p = rows_of(k);
-    const u32 words = words_of(k), row = n.starts[source] + number;
-    const u8* record = a.own + record_at(k.region, t, source, a.rank, number);
-    const u32* beside = (const u32*)(record + p.bytes[0] + p.bytes[1]);
-    for (u32 word = lane_id() + 32; word < words; word += 32) store_beside(k, row, word, ld_relaxed_sys(beside + word));
-    // These loads are under way while the row is copied.
-    const u32 value = lane_id() < words ? ld_relaxed_sys(beside + lane_id()) : 0;
-    u32* counted = counted_at(a, k.region, t, source, number, n.rows[source][a.rank]);
-    copy_parts(copies, p.of_record(record), k.to_x + (u64)row * p.bytes[0], (u8*)k.to_scales + (u64)row * p.bytes[1], signals{nullptr, counted, 0});
-    if (lane_id() < words) store_beside(k, row, lane_id(), value);
-}
+// What `sending` sends.
+struct token_rows {
+    const arguments& a;
+    const rows_call& k;
+    const counts& n;
+    word_beside word, word_after; // the lane's; only further ones are loaded when they are needed
+
+    DEVICE token_rows(const arguments& a, const rows_call& k, const counts& n) : a(a), k(k), n(n), word(k, 0, 0), word_after(word) {}
+
+    DEVICE void look_up(u32 token) { word_after = word_beside(k, token, lane_id() < words_of(k) ? lane_id() : 0); }
+    DEVICE void next() { word = word_after; }
+    DEVICE extent row(u32 token) const { return rows_of(k).rows(token); }
+    DEVICE u32 bytes() const { return rows_of(k).all(); }
+    DEVICE extent own(u32 number) const { return to_rows_of(k).rows(n.starts[a.rank] + number, PEERS); }
+    template <class Store> DEVICE void words_for(u32 token, u32 rank, Store store) const {
+        const u32 words = words_of(k);
+        if (lane_id() < words) store(lane_id(), word.of(k, rank, lane_id()));
+        for (u32 index = lane_id() + 32; index < words; index += 32) store(index, word_beside(k, token, index).of(k, rank, index));
+    }
+    DEVICE void store_words(u32 token, u32 receivers, u8* place) const {
+        for (u32 left = receivers; left != 0; left &= left - 1) {
+            const u32 peer = __ffs(left) - 1;
+            u32* const to = (u32*)__shfl_sync(WHOLE_WARP, (u64)place, peer);
+            words_for(token, rank_of(a, peer), [&](u32 index, u32 value) { to[index] = value; });
+            // A part of a sector of 32 bytes takes longer than all of it.
+            const u32 words = words_of(k), rest = words + lane_id();
+            if (rest < (words + 7) / 8 * 8) to[rest] = 0;
+        }
+    }
+    DEVICE void keep(u32 token, u32 number) const {
+        words_for(token, a.rank, [&](u32 index, u32 value) { store_beside(k, n.starts[a.rank] + number, index, value); });
+    }
+};
+
+// What `taking` does with a record. The words beside a row are stored when the next record is taken, as their load takes as long as that.
+template <class Copies> struct arrived_rows {
+    const arguments& a;
+    Copies& copies;
+    const rows_call& k;
+    const counts& n;
+    const turn& t;
+    u32 row, word; // of the record before: the lane's word
+
+    DEVICE arrived_rows(const arguments& a, Copies& copies, const rows_call& k, const counts& n, const turn& t)
+        : a(a), copies(copies), k(k), n(n), t(t), row(~0u), word(0) {}
+
+    DEVICE void operator()(u32 peer, u32 source, u32 number) {
+        finish();
+        const parts p = rows_of(k);
+        const u8* record = a.own + record_at(k.region, t, source, a.rank, spot(k.region, number));
+        const u32* beside = (const u32*)(record + p.all());
+        const u32 words = words_of(k);
+        row = n.starts[source] + number;
+        if (lane_id() < words) word = ld_relaxed_sys(beside + lane_id());
+        copies.copy(p.record(record), p.all(), [&] { return to_rows_of(k).rows(row); });
+        for (u32 index = lane_id() + 32; index < words; index += 32) store_beside(k, row, index, ld_relaxed_sys(beside + index));
+        copies.count_when_read(readings::code(k.region, peer, number, n.rows[source][a.rank]));
+    }
+    DEVICE void finish() {
+        if (row != ~0u && lane_id() < words_of(k)) store_beside(k, row, lane_id(), word);
+        row = ~0u;
+    }
+};
 
 // Rows of a capacity to which no token comes name no experts.
 DEVICE void name_no_experts(const arguments& a, const rows_call& k, const counts& n) {
@@ -87,8 +145,9 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call 
     pdl_wait();
     const block_end end(a);
     const turn t = begin(a, load_control(a));
-    pipeline::prepare();
+    stores::prepare();
     arrivals::prepare();
+    readings::prepare();
     const counts n(k.counts, k.starts);
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
@@ -98,25 +157,16 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call 
     // Warps of a block: most send and take, one raises flags, one polls those of the peers.
     name_no_experts(a, k, n);
     reader r(a, t);
+    typedef pipeline<readings> copying;
     const u32 warp = threadIdx.x / 32;
     const auto arriving = [&](u32 from) { return n.rows[from][a.rank]; };
-    if (raises_flags(warp)) return pipeline::raise_flags();
+    if (raises_flags(warp)) return stores::raise_flags();
     bool came;
     if (warp < RINGS) {
-        pipeline copies(memory);
-        const auto count = [&](u32 to) { return n.rows[a.rank][to]; };
-        const auto token = [&](u32 to, u32 number) { return k.order[(u64)to * k.tokens + number]; };
-        const auto word = [&](u32 to, u32 token, u32 index) { return word_beside(k, to, token, index); };
-        const auto keep = [&](u32 number, u32 token, const u32* gathered) {
-            const u32 row = n.starts[a.rank] + number;
-            for (u32 index = lane_id(); index < words_of(k); index += 32) store_beside(k, row, index, gathered[index]);
-            const parts p = rows_of(k);
-            copy_parts(copies, p.row(token), k.to_x + (u64)row * p.bytes[0], (u8*)k.to_scales + (u64)row * p.bytes[1], NO_SIGNALS);
-        };
-        const auto take = [&](u32 source, u32 number) { take_record(a, copies, k, n, t, source, number); };
-        came = exchange(r, copies,
-                        to_be_sent<true>(a, copies, k.region, t, claims(a, t), rows_of(k), words_of(k), count, token, word, keep),
-                        to_be_taken(a, copies, warp, RINGS, arriving, take));
+        copying copies(memory, readings{a, k.region, t});
+        token_rows tokens(a, k, n);
+        came = exchange(r, copies, sending(a, copies, k.region, t, tokens, k.heads, k.tokens, [&](u32 to) { return n.rows[a.rank][to]; }),
+                        taking(a, arriving, arrived_rows<copying>(a, copies, k, n, t)));
         copies.finish();
     } else {
         came = arrivals::poll(r, k.region, t, arriving);

@@ -7,6 +7,8 @@
 
 pub(crate) mod cuda;
 mod host;
+#[cfg(test)]
+mod model;
 #[cfg(any(test, feature = "reference"))]
 pub mod reference;
 

@@ -17,7 +17,6 @@ struct notify_call {
     u32* chosen_by;        // [WORLD, local]: by the tokens of each rank; null if nobody asks
     u32* most;             // the largest of all ranks' `own_most`; null if nobody asks
     i32* heads;            // [tokens, WORLD]: the number of a token among those for a rank, or -1
-    u32* order;            // [WORLD, tokens]: the tokens for each rank
     u32* result;           // on the host: `number`, [WORLD, HEADER], `chosen`; null if nobody reads it there
     u32 tokens, room, local;
     u32 number;            // of the call, written last, which tells the host that the result is there
@@ -81,9 +80,7 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
         for (u32 rank = 0; rank < WORLD; ++rank) {
             const u32 goes = __ballot_sync(WHOLE_WARP, is_token && __ldg(k.in_rank + (u64)token * WORLD + rank) != 0);
             const u32 its_number = number[rank] + __popc(goes & ((1u << lane) - 1));
-            const bool mine = goes >> lane & 1;
-            if (is_token) k.heads[(u64)token * WORLD + rank] = mine ? (i32)its_number : -1;
-            if (mine) k.order[(u64)rank * k.tokens + its_number] = token;
+            if (is_token) k.heads[(u64)token * WORLD + rank] = goes >> lane & 1 ? (i32)its_number : -1;
             number[rank] += __popc(goes);
         }
     }

@@ -24,18 +24,25 @@ struct region_call {
 
 DEVICE u32 places_of(const region_call& g) { return 2 * g.half; }
 
+// Where a record lies in its ring. Most calls fill no ring twice, and a division takes as long as many loads of shared memory.
+struct spot {
+    u32 place, half; // of its ring; of all halves that the records fill
+
+    DEVICE spot(const region_call& g, u32 number) : half(number < g.half ? 0 : number < 2 * g.half ? 1 : number / g.half) {
+        place = number - half / 2 * places_of(g);
+    }
+    DEVICE u32 round() const { return half / 2; }
+    // Whether the sender, which has `records` records, waits until this one has been read.
+    DEVICE bool is_waited_for(const region_call& g, u32 records) const { return (half + 2) * g.half < records; }
+};
+
 // The lane of rank `from` at rank `to`: a place for each peer.
-DEVICE u64 record_at(const region_call& g, const turn& t, u32 from, u32 to, u32 number) {
+DEVICE u64 record_at(const region_call& g, const turn& t, u32 from, u32 to, const spot& s) {
     const u32 lane = from > to ? from - to - 1 : from + WORLD - to - 1;
-    return g.at + (t.index() * PEERS + lane) * g.lane_bytes + (u64)(number % places_of(g)) * g.record_bytes;
+    return g.at + (t.index() * PEERS + lane) * g.lane_bytes + (u64)s.place * g.record_bytes;
 }
-DEVICE u32 flag_at(const arguments& a, const region_call& g, const turn& t, u32 from, u32 number) {
-    return lane_at(a, t.slot, from) + number % places_of(g) * 4;
-}
-DEVICE u32 round_of(const region_call& g, u32 number) { return number / places_of(g); }
-DEVICE u32 count_at(const arguments& a, const region_call& g, const turn& t, u32 from, u32 number) {
-    return lane_at(a, t.slot, WORLD + from) + number / g.half % 2 * 4;
-}
+DEVICE u32 flag_at(const arguments& a, const turn& t, u32 from, const spot& s) { return lane_at(a, t.slot, from) + s.place * 4; }
+DEVICE u32 count_at(const arguments& a, const turn& t, u32 from, u32 half) { return lane_at(a, t.slot, WORLD + from) + half % 2 * 4; }
 
 // The vectors that hold the flags of a lane with `records` records.
 DEVICE u32 flag_vectors(const region_call& g, u32 records) { return (min(records, places_of(g)) + 3) / 4; }
@@ -75,197 +82,124 @@ struct free_places {
     // Whether a place is free without looking.
     static DEVICE bool is_known(u32 number) { return number < until(); }
     static DEVICE bool is_free(const arguments& a, const region_call& g, const turn& t, u32 peer, u32 number) {
-        return ld_acquire_sys((const u32*)(a.own + count_at(a, g, t, peer, number))) + 1 >= round_of(g, number) * g.half;
+        const spot s(g, number);
+        return ld_acquire_sys((const u32*)(a.own + count_at(a, t, peer, s.half))) + 1 >= s.round() * g.half;
     }
     // Of the whole warp, when a lane has found a place free that was not known to be, before the warp sends there. A vote orders nothing: the
     // copy behind it begins with a meeting of the lanes.
-    template <class Copies> static DEVICE void learn(Copies& copies, const region_call& g, bool has_found, u32 number) {
+    static DEVICE void learn(const region_call& g, bool has_found, u32 number) {
         if (!__any_sync(WHOLE_WARP, has_found)) return;
         if (has_found) until() = (number / g.half + 1) * g.half;
-        copies.see();
+        stores::see();
     }
 };
 
-// For a receiver: whether a record is there. Lanes may ask for different ones.
+// For a receiver: whether a record is there.
 DEVICE bool is_there(const arguments& a, const region_call& g, const turn& t, u32 peer, u32 number) {
-    return ld_acquire_sys((const u32*)(a.own + flag_at(a, g, t, peer, number))) == round_of(g, number);
+    const spot s(g, number);
+    return ld_acquire_sys((const u32*)(a.own + flag_at(a, t, peer, s))) == s.round();
 }
 
-// Some of the records for all ranks in turn, number by number: the first, the way from one to the next, and how many.
-struct window {
-    u32 first, step, count;
-};
-
-// The counters from which warps claim records are words of this rank's own upper lane of the slot, which no peer writes. They begin as
+// The counters from which warps claim work are words of this rank's own upper lane of the slot, which no peer writes. They begin as
 // EMPTY, one before 0, and the next call empties them (OWN_TOO).
 DEVICE u32* counters(const arguments& a, const turn& t) { return (u32*)(a.own + lane_at(a, t.slot, WORLD + a.rank)); }
 // The vectors of upper lanes that a call uses: counts of what has been read, and counters.
 constexpr u32 UPPER_VECTORS = (PEERS + 3) / 4 > 0 ? (PEERS + 3) / 4 : 1;
 
-// Records as warps claim them, for each rank those of one number. What a multiprocessor can send to peers differs, as some share a
-// port; so each warp takes the next ones when it is ready.
-struct claims {
-    u32* counter;
-    u32 next; // of the first lane; claimed in advance, as that takes as long as a record
-
-    DEVICE claims(const arguments& a, const turn& t) : counter(counters(a, t)), next(0) { claim(); }
-    DEVICE void claim() {
-        if (lane_id() == 0) next = atomicAdd(counter, 1u) + 1;
-    }
-    DEVICE window take(u32 at_once, u32 ranks) {
-        const u32 count = min(at_once, ranks), first = __shfl_sync(WHOLE_WARP, next, 0) * count;
-        claim();
-        return window{first, 1, count};
-    }
-};
-// The warp's share of records.
-struct share : rows {
-    DEVICE window take(u32 at_once, u32) {
-        const window some{first, step, at_once};
-        first += at_once * step;
-        return some;
-    }
-};
-
 // This warp's share of what `warps` warps of each block do, of which the block's `first` warp is the first.
-DEVICE share share_of_warp(u32 first, u32 warps) {
-    return share{{blockIdx.x * warps + threadIdx.x / 32 - first, gridDim.x * warps}};
+DEVICE rows share_of_warp(u32 first, u32 warps) {
+    return rows{blockIdx.x * warps + threadIdx.x / 32 - first, gridDim.x * warps};
 }
-
-// Whether the sender, which has `records` records, waits until the record `number` has been read.
-DEVICE bool is_waited_for(const region_call& g, u32 number, u32 records) { return (number / g.half + 2) * g.half < records; }
 
 // What has come of a step of some work.
 enum progress { MOVED, WAITS, OVER };
 
-// What some lanes have beside a row, word(to, row, index) of `words` words for the row `its_row` of the lane's record for rank `its_to`,
-// one record behind the other where the warp gathers; zeros for lanes whose row is ~0.
-template <class Word>
-DEVICE void gather(pipeline& copies, u32* gathered, u32 count, u32 words, u32 its_to, u32 its_row, Word word) {
-    const u32 padded = (words + 3) / 4 * 4;
-#pragma unroll 4
-    for (u32 at = 0; at < count * padded; at += 32) {
-        const u32 index = at + lane_id(), record = index / padded, which = index % padded;
-        const u32 row = __shfl_sync(WHOLE_WARP, its_row, record), to = __shfl_sync(WHOLE_WARP, its_to, record);
-        if (record < count) gathered[index] = row != ~0u && which < words ? word(to, row, which) : 0;
-    }
-    copies.after_gathering();
-}
-
-// Sends a record to the peer with this index: a row and, from `gathered` on, the bytes beside it.
-DEVICE void send_record(const arguments& a, pipeline& copies, const region_call& g, const turn& t, u32 next, u32 number, parts row,
-                        u32 gathered, u32 bytes_beside) {
-    u8* peer = a.peer[next];
-    u8* place = peer + record_at(g, t, a.rank, rank_of(a, next), number);
-    const signals after{(u32*)(peer + flag_at(a, g, t, a.rank, number)), nullptr, round_of(g, number)};
-    copy_parts(copies, row, place, place + row.bytes[0], bytes_beside == 0 ? after : NO_SIGNALS);
-    if (bytes_beside != 0) copies.copy_gathered(place + row.bytes[0] + row.bytes[1], gathered, bytes_beside, after);
-}
-
-// Sends records to all peers in turn, those of `mine`; or if KEEPS to this rank too, where keep(number, row, words) puts them where
-// they belong.
+// Sends tokens to all ranks that want them; each token's row is read once. A lane has the peer with its index; the lane behind those,
+// PEERS, has this rank itself, whose rows go where they belong.
 //
-// `count(to)` is how many there are, row(to, number) which of the rows from `base` on one is, and word(to, row, index) one of the
-// `words` words that travel with it. Of some records at once the warp looks up rows and words, which takes as long as for one.
-template <bool KEEPS, class Mine, class Count, class Row, class Word, class Keep> struct sending {
-    static constexpr u32 RANKS = KEEPS ? WORLD : PEERS;
+// heads[token][rank] is a token's number among those for a rank, which gets those below count(rank). `tokens` knows what is sent:
+//   look_up(token)           begins to load what lies beside the row of the token after the next one; next() makes it the next one's
+//   row(token), bytes()      the row, as lanes know it, and how long it is
+//   own(number)              where the row goes if it is this rank's own, as lanes from PEERS on know it; keep(token, number) does the rest
+//   store_words(token, receivers, place)   stores what lies beside the row in the records of these peers: the lane's is at `place`
+//
+// A warp claims tokens in ascending order and sends each to all its receivers as soon as all have a free place. That cannot stop, because
+// every receiver takes the records of each ring as they come, whatever other rings do (`taking`). Consider the first token of a rank that
+// is not sent. All records ahead of its own were sent, so they are read, and each of its records gets a free place. The warp that has
+// claimed it sends it, since the warp sends what it has claimed in order.
+template <class Copies, class Tokens> struct sending {
     const arguments& a;
-    pipeline& copies;
+    Copies& copies;
     const region_call& g;
     const turn& t;
-    Mine mine;
-    const parts from;
-    const u32 words;
-    const Count count;
-    const Row row;
-    const Word word;
-    const Keep keep;
-    u32 end;
-    window some; // the records that are looked up
-    u32 record;  // of these the next
-    u32 used;    // of the records that fit where words are gathered, before these
-    u32 its_row; // of the lane's; ~0 if there is none
+    Tokens& tokens;
+    const i32* heads;
+    const u32 end;                // how many tokens there are
     free_places free;
+    u32 shared_out;               // the first tokens, which no warp claims, so that none waits for a claim at the start
+    u32 limit;                    // of the lane's rank: how many it gets
+    u32 token, token_after;       // the one to be sent, and the one after that
+    u32 number, number_after;     // theirs, of the lane's rank
+    u32 claimed;                  // of the first lane: the next one, claimed in advance, as that takes as long as a row
 
-    DEVICE sending(const arguments& a, pipeline& copies, const region_call& g, const turn& t, Mine mine, parts from, u32 words,
-                   Count count, Row row, Word word, Keep keep)
-        : a(a), copies(copies), g(g), t(t), mine(mine), from(from), words(words), count(count), row(row), word(word), keep(keep),
-          end(0), some{0, 0, 0}, record(0), used(0), its_row(~0u), free(g) {
-        for (u32 next = 0; next < RANKS; ++next) end = max(end, count(rank_of(a, next)));
-        end *= RANKS;
+    template <class Count>
+    DEVICE sending(const arguments& a, Copies& copies, const region_call& g, const turn& t, Tokens& tokens, const i32* heads, u32 end, Count count)
+        : a(a), copies(copies), g(g), t(t), tokens(tokens), heads(heads), end(end), free(g), shared_out(2 * RINGS * gridDim.x),
+          limit(lane_id() < WORLD ? count(rank_of(a, lane_id())) : 0), token(threadIdx.x / 32 * gridDim.x + blockIdx.x),
+          token_after(token + RINGS * gridDim.x), claimed(0) {
+        number = look_up(token);
+        tokens.next();
+        number_after = look_up(token_after);
+        claim();
     }
+    DEVICE void claim() {
+        if (lane_id() == 0) claimed = shared_out < end ? atomicAdd(counters(a, t), 1u) + 1 + shared_out : end;
+    }
+    DEVICE u32 look_up(u32 token) {
+        if (token >= end) return ~0u;
+        tokens.look_up(token);
+        return lane_id() < WORLD ? ld_relaxed_sys((const u32*)heads + (u64)token * WORLD + rank_of(a, lane_id())) : ~0u;
+    }
+    DEVICE void advance() {
+        token = token_after;
+        number = number_after;
+        tokens.next();
+        token_after = __shfl_sync(WHOLE_WARP, claimed, 0);
+        number_after = look_up(token_after);
+        if (token_after < end) claim();
+    }
+    DEVICE bool goes() const { return lane_id() < WORLD && number < limit; } // -1 does not
+    DEVICE bool is_sent() const { return lane_id() < PEERS && goes(); }
+    DEVICE bool is_unknown() const { return is_sent() && !free.is_known(number); }
+    DEVICE bool is_full() const { return is_unknown() && !free.is_free(a, g, t, rank_of(a, lane_id()), number); }
+    DEVICE bool has_place() const { return !__any_sync(WHOLE_WARP, is_full()); }
+    // The rank of a peer that has not read what it must before the token is sent. Of the lane; this rank for none.
+    DEVICE u32 awaited() const { return is_full() ? rank_of(a, lane_id()) : a.rank; }
 
-    DEVICE u32 padded() const { return (words + 3) / 4 * 4; }
-    DEVICE u32 at_once() const { return words == 0 ? 32 : min(32, BESIDE_BYTES / 4 / padded()); }
-    DEVICE u32 index_of(u32 record) const { return some.first + record * some.step; }
-    DEVICE u32 next_of(u32 record) const { return index_of(record) % at_least_one(RANKS); }
-    DEVICE u32 to() const { return rank_of(a, next_of(record)); }
-    DEVICE u32 number() const { return index_of(record) / at_least_one(RANKS); }
-    DEVICE bool is_of_lane() const { return lane_id() == next_of(record); }
-    DEVICE bool has_place() const {
-        const bool waits = is_of_lane() && !free.is_known(number()) && !free.is_free(a, g, t, to(), number());
-        return !__any_sync(WHOLE_WARP, waits);
-    }
-
-    DEVICE void look_up() {
-        const u32 i = index_of(lane_id()), to = rank_of(a, i % at_least_one(RANKS));
-        const bool is_one = lane_id() < some.count && i < end && i / at_least_one(RANKS) < count(to);
-        its_row = is_one ? row(to, i / at_least_one(RANKS)) : ~0u;
-        if (words == 0) return;
-        if (used + some.count > at_once()) {
-            copies.before_gathering();
-            used = 0;
-        }
-        gather(copies, (u32*)copies.gathered + used * padded(), some.count, words, to, its_row, word);
-    }
-    // Sends the next record, if there is a place for it. Not called again when it is OVER.
+    // Sends the next token, if there are places for it. Not called again when it is OVER.
     DEVICE progress step() {
-        for (;; ++record) {
-            if (record == some.count) {
-                used += some.count;
-                some = mine.take(at_once(), RANKS);
-                record = 0;
-                if (some.first >= end) return OVER;
-                look_up();
-            }
-            const u32 of = __shfl_sync(WHOLE_WARP, its_row, record), gathered = (used + record) * padded() * 4;
-            if (of == ~0u) continue;
-            if (KEEPS && to() == a.rank) {
-                keep(number(), of, (const u32*)(copies.gathered + gathered));
-            } else {
-                if (!has_place()) return WAITS;
-                free.learn(copies, g, is_of_lane() && !free.is_known(number()), number());
-                send_record(a, copies, g, t, next_of(record), number(), from.row(of), gathered, padded() * 4);
-            }
-            ++record;
-            return MOVED;
+        if (token >= end) return OVER;
+        const u32 receivers = __ballot_sync(WHOLE_WARP, goes());
+        if (receivers != 0) {
+            if (!has_place()) return WAITS;
+            free.learn(g, is_unknown(), number);
+            send(receivers);
         }
+        advance();
+        return MOVED;
+    }
+    DEVICE void send(u32 receivers) {
+        const u32 bytes = tokens.bytes(), own = __shfl_sync(WHOLE_WARP, number, PEERS);
+        const bool is_kept = receivers >> PEERS & 1, its = is_sent();
+        const spot s(g, number);
+        u8* const peer = its ? a.peer[lane_id()] : nullptr;
+        u8* const place = its ? peer + record_at(g, t, a.rank, rank_of(a, lane_id()), s) : nullptr;
+        copies.copy(tokens.row(token), bytes, [&] { return its ? extent{place, 0, bytes} : is_kept ? tokens.own(own) : no_extent(); });
+        tokens.store_words(token, receivers & ~(1u << PEERS), place + bytes);
+        copies.signal(its ? (u32*)(peer + flag_at(a, t, a.rank, s)) : nullptr, s.round());
+        if (is_kept) tokens.keep(token, own);
     }
 };
-template <bool KEEPS, class Mine, class Count, class Row, class Word, class Keep>
-DEVICE auto to_be_sent(const arguments& a, pipeline& copies, const region_call& g, const turn& t, Mine mine, parts from, u32 words,
-                       Count count, Row row, Word word, Keep keep) {
-    return sending<KEEPS, Mine, Count, Row, Word, Keep>(a, copies, g, t, mine, from, words, count, row, word, keep);
-}
-
-// Sends all of them, as for `sending`.
-template <bool KEEPS, class Mine, class Count, class Row, class Word, class Keep>
-DEVICE bool send_records(reader& r, pipeline& copies, const region_call& g, const turn& t, Mine mine, parts from, u32 words,
-                         Count count, Row row, Word word, Keep keep) {
-    auto records = to_be_sent<KEEPS>(r.a, copies, g, t, mine, from, words, count, row, word, keep);
-    for (;;) {
-        const progress come = records.step();
-        if (come == OVER) return true;
-        if (come != WAITS) continue;
-        copies.drain(); // others may wait for that
-        const bool has_place = r.wait<true>([&](u32& missing) {
-            const bool is_ready = records.has_place();
-            if (!is_ready) missing = records.to();
-            return is_ready;
-        });
-        if (!has_place) return false;
-    }
-}
 
 // Sends the records of all peers, each as soon as its place is free, whatever the rings to other peers do: send(ready, number) sends,
 // with the whole warp, a record to each peer whose bit is set in `ready`; `number` is the lane's, of the peer with the lane's index.
@@ -277,8 +211,8 @@ DEVICE bool send_records(reader& r, pipeline& copies, const region_call& g, cons
 // a rank that is not summed. All records before its own were read in every ring, so each of its records has a free place. The lowest
 // record of a ring that is not sent is held by a warp, because a warp claims in ascending order; and the warp sends it, because it
 // waits only while none of the records that it holds has a free place.
-template <class Count, class Send>
-DEVICE bool send_as_places_are_free(reader& r, pipeline& copies, const region_call& g, const turn& t, Count count, Send send) {
+template <class Copies, class Count, class Send>
+DEVICE bool send_as_places_are_free(reader& r, Copies& copies, const region_call& g, const turn& t, Count count, Send send) {
     const arguments& a = r.a;
     const bool has_peer = lane_id() < PEERS;
     const u32 to = rank_of(a, has_peer ? lane_id() : 0);
@@ -308,155 +242,142 @@ DEVICE bool send_as_places_are_free(reader& r, pipeline& copies, const region_ca
             if (!came) return false;
         }
         const bool is_mine = ready >> lane_id() & 1;
-        free.learn(copies, g, is_mine && !free.is_known(number), number);
+        free.learn(g, is_mine && !free.is_known(number), number);
         send(ready, number);
         if (is_mine) number = NONE;
     }
 }
 
-// Where the reading of a record is counted; null if nobody waits for that.
-DEVICE u32* counted_at(const arguments& a, const region_call& g, const turn& t, u32 source, u32 number, u32 records) {
-    if (!is_waited_for(g, number, records)) return nullptr;
-    return (u32*)(a.peer[(source + WORLD - a.rank - 1) % WORLD] + count_at(a, g, t, a.rank, number));
-}
-
-constexpr u32 RECORDS = 4; // that are taken at once, as their loads take as long as those of one
-
-// Waits for the records that come from peers, the warp's share of them; take(some, sources, numbers) takes up to RECORDS that have
-// come. `count(from)` is how many a peer sends.
-template <class Count, class Take>
-DEVICE bool take_records(reader& r, pipeline& copies, const region_call& g, const turn& t, rows mine, Count count, Take take) {
-    const arguments& a = r.a;
-    u32 most = 0;
-    for (u32 next = 0; next < PEERS; ++next) most = max(most, count(rank_of(a, next)));
-    const u32 end = most * PEERS;
-    for (u32 first = mine.first; first < end; first += 32 * mine.step) {
-        const u32 i = first + lane_id() * mine.step, from = rank_of(a, i % at_least_one(PEERS)), number = i / at_least_one(PEERS);
-        u32 left = __ballot_sync(WHOLE_WARP, i < end && number < count(from));
-        while (left != 0) {
-            const bool is_wanted = left >> lane_id() & 1;
-            const auto poll = [&] { return __ballot_sync(WHOLE_WARP, is_wanted && is_there(a, g, t, from, number)); };
-            u32 come = poll();
-            if (come == 0) {
-                copies.drain(); // others may wait for that
-                const bool came = r.wait<true>([&](u32& missing) {
-                    come = poll();
-                    if (come == 0 && is_wanted) missing = from;
-                    return come != 0;
-                });
-                if (!came) return false;
-            }
-            __syncwarp(); // a vote orders nothing: what one lane has acquired another reads
-            copies.see();
-            left &= ~come;
-            while (come != 0) {
-                u32 sources[RECORDS], numbers[RECORDS], some = 0;
-#pragma unroll
-                for (u32 m = 0; m < RECORDS; ++m) {
-                    const u32 lane = come == 0 ? 0 : __ffs(come) - 1;
-                    if (come != 0) ++some;
-                    come &= come - 1;
-                    const u32 which = first + lane * mine.step;
-                    sources[m] = rank_of(a, which % at_least_one(PEERS)), numbers[m] = which / at_least_one(PEERS);
-                }
-                take(some, sources, numbers);
-            }
-        }
-    }
-    return true;
-}
-
-// Where rows are also taken by the warps that send, one warp of each block polls the flags of the records that are the block's share.
-// The others find the number of those that have come, of the first ones, in shared memory, so that no copy waits for a poll.
+// One warp of each block polls the flags of the records that are the block's share: of each peer the n-th one where n modulo the number of
+// blocks is the block's. The others find in shared memory how many of each peer have come, so that no copy waits for a poll.
 struct arrivals {
-    static DEVICE u32& of_block() {
-        __shared__ u32 come;
-        return come;
+    struct shared {
+        u32 come[at_least_one(PEERS)];  // of each peer's records of this block, the first ones
+        u32 claimed[at_least_one(PEERS)]; // of all of them, those that a warp has claimed
+    };
+    static DEVICE shared& of_block() {
+        __shared__ shared all;
+        return all;
     }
     // Before all threads of the block meet.
     static DEVICE void prepare() {
-        if (threadIdx.x == 0) of_block() = 0;
+        if (threadIdx.x < PEERS) of_block().come[threadIdx.x] = of_block().claimed[threadIdx.x] = 0;
     }
-    template <class Count> static DEVICE u32 end(const arguments& a, Count count) {
-        u32 most = 0;
-        for (u32 next = 0; next < PEERS; ++next) most = max(most, count(rank_of(a, next)));
-        return most * PEERS;
-    }
+    // The number of the block's `index`-th record of a peer; how many it has below `end`.
+    static DEVICE u32 number(u32 index) { return blockIdx.x + index * gridDim.x; }
+    static DEVICE u32 below(u32 end) { return end <= blockIdx.x ? 0 : (end - blockIdx.x - 1) / gridDim.x + 1; }
+
     // For the warp that polls, until all have come. `count(from)` is how many a peer sends.
     template <class Count> static DEVICE bool poll(reader& r, const region_call& g, const turn& t, Count count) {
         const arguments& a = r.a;
-        const u32 end = arrivals::end(a, count);
-        for (u32 first = 0; blockIdx.x + first * gridDim.x < end; first += 32) {
-            const u32 i = blockIdx.x + (first + lane_id()) * gridDim.x, from = rank_of(a, i % at_least_one(PEERS)), number = i / at_least_one(PEERS);
-            bool has_come = i >= end || number >= count(from);
-            u32 come = 0; // of the first ones
-            while (come < 32) {
-                u32 now = 0;
-                const bool is_later = r.wait<true>([&](u32& missing) {
-                    if (!has_come) has_come = is_there(a, g, t, from, number);
-                    const u32 left = __ballot_sync(WHOLE_WARP, !has_come);
-                    now = left == 0 ? 32 : __ffs(left) - 1;
-                    if (now == lane_id()) missing = from;
-                    return now != come;
-                });
-                if (!is_later) return false;
-                come = now;
-                pipeline::see();
-                __syncwarp();
-                if (lane_id() == 0) st_release_block(&of_block(), first + come);
-            }
+        constexpr u32 EACH = 32 / at_least_one(PEERS); // lanes of a peer
+        const u32 peer = lane_id() / EACH, lane = lane_id() % EACH, from = rank_of(a, min(peer, at_least_one(PEERS) - 1));
+        const u32 end = peer < PEERS ? below(count(from)) : 0;
+        u32 come = 0; // of the lane's peer
+        while (__any_sync(WHOLE_WARP, come < end)) {
+            u32 more = 0;
+            const bool is_later = r.wait<true>([&](u32& missing) {
+                const bool is_one = come + lane < end, has_come = is_one && is_there(a, g, t, from, number(come + lane));
+                if (is_one && !has_come) missing = from;
+                const u32 which = __ballot_sync(WHOLE_WARP, has_come) >> (peer * EACH % 32);
+                more = min((u32)__ffs(~which) - 1, EACH); // all bits of a lane that is of no peer are 0
+                return __any_sync(WHOLE_WARP, more != 0);
+            });
+            if (!is_later) return false;
+            stores::see();
+            __syncwarp();
+            come += more;
+            if (more != 0 && lane == 0) st_release_block(&of_block().come[min(peer, at_least_one(PEERS) - 1)], come);
         }
         return true;
     }
 };
 
-// Takes the records that come from peers, the warp's share of its block's: take(source, number). `count(from)` is how many a peer
-// sends.
-template <class Count, class Take> struct taking {
+// Counts for the senders which records of this block have been read, where they wait for that: half a ring at a time, as a count between
+// GPUs takes as long as a row.
+struct readings {
     const arguments& a;
-    pipeline& copies;
-    const u32 warps;
-    const Count count;
-    const Take take;
-    u32 end, next, come; // records of the block
+    const region_call& g;
+    const turn& t;
 
-    DEVICE taking(const arguments& a, pipeline& copies, u32 warp, u32 warps, Count count, Take take)
-        : a(a), copies(copies), warps(warps), count(count), take(take), end(arrivals::end(a, count)), next(warp), come(0) {}
-
-    DEVICE u32 index() const { return blockIdx.x + next * gridDim.x; }
-    DEVICE u32 from() const { return rank_of(a, index() % at_least_one(PEERS)); }
-    DEVICE bool has_come() {
-        if (next >= come) come = ld_acquire_block(&arrivals::of_block());
-        return next < come;
+    // How many of the block's records have been read, of each peer and of two halves that follow each other.
+    static DEVICE u32 (&of_block())[at_least_one(PEERS)][2] {
+        __shared__ u32 all[at_least_one(PEERS)][2];
+        return all;
     }
-    // Takes the next record, if it has come. Not called again when it is OVER.
-    DEVICE progress step() {
-        while (index() < end && index() / at_least_one(PEERS) >= count(from())) next += warps;
-        if (index() >= end) return OVER;
-        if (!__all_sync(WHOLE_WARP, has_come())) return WAITS;
-        take(from(), index() / at_least_one(PEERS));
-        next += warps;
-        return MOVED;
+    // Before all threads of the block meet.
+    static DEVICE void prepare() {
+        if (threadIdx.x < 2 * PEERS) of_block()[threadIdx.x / 2][threadIdx.x % 2] = 0;
+    }
+    // What a pipeline hands back when it has read a record; `records` is how many the peer sends.
+    static DEVICE u32 code(const region_call& g, u32 peer, u32 number, u32 records) {
+        const spot s(g, number);
+        return s.is_waited_for(g, records) ? s.half * PEERS + peer : NOT_COUNTED;
+    }
+    // By one lane.
+    DEVICE void operator()(u32 code) const {
+        const u32 peer = code % at_least_one(PEERS), half = code / at_least_one(PEERS);
+        const u32 share = arrivals::below((half + 1) * g.half) - arrivals::below(half * g.half);
+        u32& read = of_block()[peer][half % 2];
+        if (atom_add_acq_rel_block(&read, 1u) + 1 != share) return;
+        *(volatile u32*)&read = 0; // no record of the half after the next comes before this one is counted
+        red_add_release_sys((u32*)(a.peer[peer] + count_at(a, t, a.rank, half)), share);
     }
 };
-template <class Count, class Take>
-DEVICE auto to_be_taken(const arguments& a, pipeline& copies, u32 warp, u32 warps, Count count, Take take) {
-    return taking<Count, Take>(a, copies, warp, warps, count, take);
-}
 
-// Sends and takes by turns, so that neither waits for the other.
-template <class Sending, class Taking> DEVICE bool exchange(reader& r, pipeline& copies, Sending sent, Taking taken) {
+// Takes the records that come from peers, as they come: take(peer, source, number), and take.finish() behind the last one. `count(from)` is
+// how many a peer sends. A warp holds a claimed record of each peer, and takes one that has come, whatever those of other peers do.
+template <class Take> struct taking {
+    const arguments& a;
+    Take take;
+    u32 end;     // of the lane's peer: the block's records
+    u32 claimed; // of these, the one that the warp holds
+    u32 first;   // the peer to begin with
+
+    template <class Count> DEVICE taking(const arguments& a, Count count, Take take)
+        : a(a), take(take), end(lane_id() < PEERS ? arrivals::below(count(rank_of(a, lane_id()))) : 0), claimed(0), first(0) {
+        claim();
+    }
+    static DEVICE u32 peer() { return min(lane_id(), at_least_one(PEERS) - 1); }
+    DEVICE void claim() {
+        if (lane_id() < PEERS) claimed = atomicAdd(&arrivals::of_block().claimed[peer()], 1u);
+    }
+    DEVICE bool has_come() const { return claimed < end && claimed < ld_acquire_block(&arrivals::of_block().come[peer()]); }
+    DEVICE bool may_go_on() const { return __any_sync(WHOLE_WARP, has_come()); }
+    // Takes a record, if one has come. Not called again when it is OVER.
+    DEVICE progress step() {
+        const u32 which = __ballot_sync(WHOLE_WARP, has_come());
+        if (which == 0) {
+            if (__any_sync(WHOLE_WARP, claimed < end)) return WAITS;
+            take.finish();
+            return OVER;
+        }
+        __syncwarp(); // a vote orders nothing: one lane has acquired what others read
+        const u32 later = which >> first << first, its_peer = __ffs(later != 0 ? later : which) - 1;
+        first = its_peer + 1 == PEERS ? 0 : its_peer + 1;
+        const u32 index = __shfl_sync(WHOLE_WARP, claimed, its_peer);
+        if (lane_id() == its_peer) claim();
+        take(its_peer, rank_of(a, its_peer), arrivals::number(index));
+        return MOVED;
+    }
+    // The rank of a peer whose records are missing. Of the lane; this rank for none.
+    DEVICE u32 awaited() const { return claimed < end ? rank_of(a, lane_id()) : a.rank; }
+};
+
+// Sends a token and takes a record of each peer by turns, so that neither waits for the other, nor do records pile up.
+template <class Copies, class Sending, class Taking> DEVICE bool exchange(reader& r, Copies& copies, Sending sent, Taking taken) {
     progress sends = MOVED, takes = MOVED;
     for (;;) {
         if (takes != OVER) takes = taken.step();
+#pragma unroll 1
+        for (u32 peer = 1; peer < PEERS && takes == MOVED; ++peer) takes = taken.step();
         if (sends != OVER) sends = sent.step();
         if (sends == MOVED || takes == MOVED) continue;
         if (sends == OVER && takes == OVER) return true;
         copies.drain(); // others may wait for that
         const bool came = r.wait<true>([&](u32& missing) {
-            const bool can_take = takes != OVER && taken.has_come(), can_send = sends != OVER && sent.has_place();
-            missing = takes != OVER ? taken.from() : sent.to();
-            return can_take || can_send;
+            missing = takes != OVER ? taken.awaited() : sent.awaited();
+            return (takes != OVER && taken.may_go_on()) || (sends != OVER && sent.has_place());
         });
         if (!came) return false;
     }

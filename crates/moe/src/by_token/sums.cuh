@@ -20,29 +20,61 @@ struct growing {
     }
 };
 
-// A bit for each rank that has a row of a token. Of the whole warp.
-DEVICE u32 held_of(const arguments& a, const i32* heads, const counts& n, u32 token) {
-    const u32 rank = lane_id();
-    return __ballot_sync(WHOLE_WARP, rank < WORLD && (u32)heads[(u64)token * WORLD + rank] < n.rows[a.rank][rank]);
-}
+// Some of the tokens that a warp sums, each `step` behind the one before, as their numbers and flags are loaded at once. The lane
+// index × WORLD + rank has what that rank has of the index-th of them.
+struct batch {
+    static constexpr u32 COUNT = 32 / WORLD;
+    static constexpr u32 NO_RECORD = ~0u;
 
-// Whether all rows of a token that come from peers are there; `missing` is a peer whose is not. Of the whole warp.
-DEVICE bool are_there(const arguments& a, const i32* heads, const region_call& g, const counts& n, const turn& t, u32 token, u32& missing) {
-    bool is_ready = true;
-    if (lane_id() < PEERS) {
-        const u32 peer = rank_of(a, lane_id()), head = (u32)heads[(u64)token * WORLD + peer];
-        is_ready = head >= n.rows[a.rank][peer] || is_there(a, g, t, peer, head);
-        if (!is_ready) missing = peer;
+    const arguments& a;
+    const region_call& g;
+    const counts& n;
+    const turn& t;
+    u32 number;         // of the record; NO_RECORD if the rank has no row of the token
+    bool has_come;      // whether the record is known to be there
+    u32 holders, read;  // a bit for each lane: whether it has a record; whether the record was read and is not counted
+
+    DEVICE batch(const arguments& a, const region_call& g, const counts& n, const turn& t, const i32* heads, u32 first, u32 step, u32 tokens)
+        : a(a), g(g), n(n), t(t), number(NO_RECORD), read(0) {
+        const u32 token = first + lane_id() / WORLD * step;
+        if (lane_id() < COUNT * WORLD && token < tokens) number = (u32)heads[(u64)token * WORLD + rank()];
+        if (number >= n.rows[a.rank][rank()]) number = NO_RECORD; // -1 too
+        has_come = number == NO_RECORD || rank() == a.rank;
+        holders = __ballot_sync(WHOLE_WARP, number != NO_RECORD);
     }
-    return __all_sync(WHOLE_WARP, is_ready);
-}
+    static DEVICE u32 rank() { return lane_id() % WORLD; }
+    DEVICE u32 peer() const { return (rank() + WORLD - a.rank - 1) % WORLD; }
+    static DEVICE u32 lanes_of(u32 index) { return ((1u << WORLD) - 1) << (index * WORLD); }
+    // A bit for each rank that has a row of the token.
+    DEVICE u32 held(u32 index) const { return (holders & lanes_of(index)) >> (index * WORLD); }
+    DEVICE u32 number_of(u32 index, u32 rank) const { return __shfl_sync(WHOLE_WARP, number, index * WORLD + rank); }
 
-// Waits until they are. Of the whole warp.
-DEVICE bool wait_for_rows(reader& r, const i32* heads, const region_call& g, const counts& n, const turn& t, u32 token) {
-    const bool came = r.wait<true>([&](u32& missing) { return are_there(r.a, heads, g, n, t, token, missing); });
-    __syncwarp(); // a vote orders nothing: what one lane has acquired another reads
-    return came;
-}
+    // Waits until all records of a token are there. Of the whole warp.
+    DEVICE bool wait(reader& r, u32 index) {
+        const auto is_missing = [&] { return __ballot_sync(WHOLE_WARP, !has_come) & lanes_of(index); };
+        if (is_missing() != 0) {
+            count(); // the sender of what is missing may wait for that
+            const bool came = r.wait<true>([&](u32& missing) {
+                if (!has_come) has_come = is_there(a, g, t, rank(), number);
+                if (!has_come && lanes_of(index) >> lane_id() & 1) missing = rank();
+                return is_missing() == 0;
+            });
+            if (!came) return false;
+        }
+        __syncwarp(); // a vote orders nothing: what one lane has acquired another reads
+        return true;
+    }
+    // Notes that the records of a token have been read.
+    DEVICE void note_read(u32 index) { read |= holders & lanes_of(index); }
+    // Tells the peers, where they wait for that: one fence for all.
+    DEVICE void count() {
+        __syncwarp();
+        const spot s(g, number);
+        if (read >> lane_id() & 1 && rank() != a.rank && s.is_waited_for(g, n.rows[a.rank][rank()]))
+            red_add_release_sys((u32*)(a.peer[peer()] + count_at(a, t, a.rank, s.half)), 1u);
+        read = 0;
+    }
+};
 
 // Writes NaN as the sums that a call cannot make, so that their users notice: the sums of every `step`-th token from `first` on, and the
 // `words` f32 beside each. The whole warp calls it. It is not inlined, so that it costs no registers.
@@ -54,13 +86,11 @@ static __device__ __noinline__ void leave_nan(u8* sums, u32 row_bytes, u32* besi
     }
 }
 
-// Tells the peers that the rows of a token have been read, where they wait for that.
-DEVICE void count_read(const arguments& a, const i32* heads, const region_call& g, const counts& n, const turn& t, u32 token) {
-    __syncwarp();
-    if (lane_id() >= PEERS) return;
-    const u32 peer = rank_of(a, lane_id()), head = (u32)heads[(u64)token * WORLD + peer], count = n.rows[a.rank][peer];
-    if (head < count && is_waited_for(g, head, count))
-        red_add_release_sys((u32*)(a.peer[lane_id()] + count_at(a, g, t, a.rank, head)), 1u);
-}
+// Where a lane's vectors arrive that are summed: STREAM places of 16 bytes of shared memory, which it alone uses, so that copies take no
+// registers, and no lane waits for another. `index` is the warp's among those of the block that have one.
+struct stream {
+    u8* mine;
 
-constexpr u32 AT_ONCE = WORLD <= 2 ? 4 : WORLD <= 4 ? 2 : 1; // vectors that a lane has under way of each rank
+    DEVICE stream(void* memory, u32 index) : mine(aligned(memory) + STAGES_BYTES + index * (STREAM * 512) + lane_id() * 16) {}
+    DEVICE u8* place(u32 index) const { return mine + index % STREAM * 512; }
+};

@@ -75,14 +75,9 @@ impl RouteWords {
         self.behind(self.tokens_per_expert(), self.tokens * self.world_size)
     }
 
-    /// `[R, T]`: the tokens for each rank, ascending.
-    pub fn order(&self) -> Range<usize> {
-        self.behind(self.send_head(), self.tokens * self.world_size)
-    }
-
     /// The number of words.
     pub fn total(&self) -> usize {
-        self.order().end
+        self.send_head().end
     }
 
     fn behind(&self, other: Range<usize>, count: usize) -> Range<usize> {

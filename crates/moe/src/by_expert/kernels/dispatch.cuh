@@ -7,7 +7,7 @@
 struct by_expert_rows_call {
     const u32* counts; // as in notify.cuh, and so below
     const u32* starts;
-    const u32* order;
+    const i32* heads;
     const u32* most;
     const u32* all;    // as in choices.cuh
     const u16* number;
@@ -34,7 +34,7 @@ struct beside {
 };
 
 DEVICE parts rows_of(const by_expert_rows_call& k) {
-    return parts{{k.x, (const u8*)k.scales}, {k.row_bytes, k.scales_of_row % 4 == 0 ? k.scales_of_row * 4 : 0}};
+    return parts{{(u8*)k.x, (u8*)k.scales}, {k.row_bytes, k.scales_of_row % 4 == 0 ? k.scales_of_row * 4 : 0}};
 }
 
 // Rows that have no token, in all parts: padding, and the rest of a capacity. The warp's share of them.
@@ -55,137 +55,162 @@ DEVICE void empty_rows(const by_expert_rows_call& k, rows mine) {
     }
 }
 
-// One of some values.
-template <u32 COUNT> DEVICE u32 pick(const u32 (&of)[COUNT], u32 index) {
-    u32 value = of[0];
-#pragma unroll
-    for (u32 m = 1; m < COUNT; ++m)
-        if (index == m) value = of[m];
-    return value;
-}
-
-// Copies some tokens, the numbers[m]-th that sources[m] sends, to the rows of their experts; a token is read once for up to 32 of them. Of the token of a source and number,
-// word(source, number, i) is one of those beside its row, x and scales are where the row is, and counted(source, number) is where to
-// count that it has been read, or null.
-template <u32 COUNT, class Word, class Row, class Scales, class Counted>
-DEVICE void copy_to_experts(pipeline& copies, const by_expert_rows_call& k, const counts& n, const beside& b, u32 some,
-                            const u32 (&sources)[COUNT], const u32 (&numbers)[COUNT], Word word, Row x, Scales scales, Counted counted) {
-    __shared__ u32 all_rows[RINGS][32];
-    u32 (&its_rows)[32] = all_rows[threadIdx.x / 32];
+// Copies a token, the number-th that `source` sends, from where `from` says to the rows of its experts; it is read once for some tens of
+// them. word(i) is one of those beside its row. `Copies` counts what `counted` says.
+template <class Copies, class Word>
+DEVICE void copy_to_experts(Copies& copies, const by_expert_rows_call& k, const counts& n, const beside& b, u32 source, u32 number, extent from,
+                            Word word, u32 counted) {
     const parts p = rows_of(k);
-    u32 choice[COUNT], prob[COUNT]; // of each token up to 32, whose loads take as long as those of one
-#pragma unroll
-    for (u32 m = 0; m < COUNT; ++m) {
-        choice[m] = m < some && lane_id() < b.choices ? word(sources[m], numbers[m], lane_id()) : NO_CHOICE;
-        prob[m] = m < some && lane_id() < b.probs ? word(sources[m], numbers[m], b.choices + lane_id()) : 0;
+    const u32 token = n.starts[source] + number;
+    for (u32 i = lane_id(); i < k.local; i += 32) {
+        k.places[(u64)token * k.local + i] = -1;
+        if (k.is_by_token && b.probs != 0) k.to_probs[(u64)token * k.local + i] = 0;
     }
+    __syncwarp();
+    // A lane has a choice. If rows have scales behind them, the upper lanes have the scales of the choices of the lower ones.
+    const u32 each = p.bytes[1] != 0 ? 16 : 32, part = lane_id() / each;
+    bool is_copied = false; // by token, where all choices of a token have one row
 #pragma unroll 1
-    for (u32 m = 0; m < some; ++m) {
-        const u32 source = pick(sources, m), number = pick(numbers, m), token = n.starts[source] + number;
-        for (u32 i = lane_id(); i < k.local; i += 32) {
-            k.places[(u64)token * k.local + i] = -1;
-            if (k.is_by_token && b.probs != 0) k.to_probs[(u64)token * k.local + i] = 0;
-        }
-        __syncwarp();
-        const auto copy = [&](u32 some_rows, u32* after) {
-            const signals last{nullptr, after, 0};
-            copies.copy_to_each(some_rows, [&](u32 index) { return k.to_x + (u64)its_rows[index] * p.bytes[0]; }, x(source, number),
-                                p.bytes[0], p.bytes[1] != 0 ? NO_SIGNALS : last);
-            if (p.bytes[1] != 0)
-                copies.copy_to_each(some_rows, [&](u32 index) { return (u8*)k.to_scales + (u64)its_rows[index] * p.bytes[1]; },
-                                    scales(source, number), p.bytes[1], last);
-            for (u32 i = lane_id(); i < b.scales; i += 32) {
-                const u32 scale = word(source, number, b.choices + b.probs + i);
-                for (u32 index = 0; index < some_rows; ++index) k.to_scales[(u64)its_rows[index] * b.scales + i] = scale;
-            }
-        };
-        u32 listed = 0; // rows to which the token is still to be copied
-#pragma unroll 1
-        for (u32 first = 0; first < b.choices; first += 32) {
-            const u32 i = first + lane_id();
-            const u32 its_choice = first == 0 ? pick(choice, m) : i < b.choices ? word(source, number, i) : NO_CHOICE;
-            u32 row = NO_CHOICE;
-            if (its_choice != NO_CHOICE) {
-                const u32 expert = expert_of(its_choice);
-                const u32 at = k.is_by_token ? token : k.first[source * k.local + expert] + position_of(its_choice);
+    for (u32 first = 0; first < b.choices || first == 0; first += each) {
+        const u32 i = first + lane_id() % each;
+        u32 row = NO_CHOICE;
+        const auto to_rows = [&] {
+            const u32 choice = i < b.choices ? word(i) : NO_CHOICE;
+            if (choice != NO_CHOICE) {
+                const u32 expert = expert_of(choice), at = k.is_by_token ? token : k.first[source * k.local + expert] + position_of(choice);
+                const u64 place = (u64)token * k.local + expert;
                 if (at < k.rows) {
-                    const u64 place = (u64)token * k.local + expert;
-                    k.places[place] = (i32)(row = at);
-                    if (b.probs != 0)
-                        k.to_probs[k.is_by_token ? place : (u64)at] = first == 0 ? pick(prob, m) : word(source, number, b.choices + i);
+                    row = at;
+                    if (part == 0) {
+                        k.places[place] = (i32)row;
+                        if (b.probs != 0) k.to_probs[k.is_by_token ? place : (u64)row] = word(b.choices + i);
+                    }
                 }
             }
-            u32 mask = __ballot_sync(WHOLE_WARP, row != NO_CHOICE);
-            if (mask == 0 || (k.is_by_token && listed != 0)) continue; // all choices of a token have one row by token
-            if (listed != 0) copy(listed, nullptr);
-            if (k.is_by_token) mask &= ~mask + 1;
-            __syncwarp(); // the list has been read
-            if (mask >> lane_id() & 1) its_rows[__popc(mask & ((1u << lane_id()) - 1))] = row;
-            listed = __popc(mask);
-        }
-        u32* after = counted(source, number);
-        if (listed != 0) {
-            copy(listed, after);
-        } else if (after != nullptr) { // all its rows are dropped
-            __syncwarp();
-            if (lane_id() == 0) red_add_release_sys(after, 1u);
+            if (k.is_by_token) {
+                const u32 which = __ballot_sync(WHOLE_WARP, row != NO_CHOICE);
+                if (is_copied || (which & ((1u << lane_id() % each) - 1)) != 0) row = NO_CHOICE;
+                is_copied |= which != 0;
+            }
+            if (row == NO_CHOICE) return no_extent();
+            return part == 0 ? extent{k.to_x + (u64)row * p.bytes[0], 0, p.bytes[0]}
+                             : extent{(u8*)k.to_scales + (u64)row * p.bytes[1], p.bytes[0], p.all()};
+        };
+        copies.copy(from, p.all(), to_rows);
+        if (b.scales == 0) continue;
+        for (u32 left = __ballot_sync(WHOLE_WARP, row != NO_CHOICE); left != 0; left &= left - 1) {
+            const u32 its_row = __shfl_sync(WHOLE_WARP, row, __ffs(left) - 1);
+            for (u32 m = lane_id(); m < b.scales; m += 32) k.to_scales[(u64)its_row * b.scales + m] = word(b.choices + b.probs + m);
         }
     }
+    copies.count_when_read(counted);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+// What `sending` sends.
+template <class Copies> struct mapped_rows {
+    const arguments& a;
+    Copies& copies;
+    const by_expert_rows_call& k;
+    const counts& n;
+    const beside& b;
+    u32 choice[WORLD], choice_after[WORLD]; // the lane's of each peer, and of this rank; only further ones are loaded when they are needed
+
+    DEVICE mapped_rows(const arguments& a, Copies& copies, const by_expert_rows_call& k, const counts& n, const beside& b)
+        : a(a), copies(copies), k(k), n(n), b(b) {}
+
+    DEVICE u32 load(u32 token, u32 rank, u32 index) const { return choices{k.all, k.number, k.local}.at(token, rank, index); }
+    DEVICE u32 prob(u32 token, u32 rank, u32 choice) const {
+        return choice == NO_CHOICE ? 0 : __ldg(k.probs + ((u64)token * WORLD + rank) * k.local + expert_of(choice));
+    }
+    DEVICE void look_up(u32 token) {
+#pragma unroll
+        for (u32 peer = 0; peer < WORLD; ++peer)
+            choice_after[peer] = lane_id() < b.choices ? load(token, rank_of(a, peer), lane_id()) : NO_CHOICE;
+    }
+    DEVICE void next() {
+#pragma unroll
+        for (u32 peer = 0; peer < WORLD; ++peer) choice[peer] = choice_after[peer];
+    }
+    DEVICE extent row(u32 token) const { return rows_of(k).rows(token); }
+    DEVICE u32 bytes() const { return rows_of(k).all(); }
+    DEVICE extent own(u32) const { return no_extent(); }
+    DEVICE void beside_of(u32 token, u32 rank, u32 its_choice, u32* to) const {
+        for (u32 i = lane_id(); i < b.choices; i += 32) {
+            const u32 choice = i < 32 ? its_choice : load(token, rank, i);
+            to[i] = choice;
+            if (b.probs != 0) to[b.choices + i] = prob(token, rank, choice);
+        }
+        for (u32 i = lane_id(); i < b.scales; i += 32) to[b.choices + b.probs + i] = __ldg(k.scales + (u64)token * b.scales + i);
+    }
+    DEVICE void store_words(u32 token, u32 receivers, u8* place) const {
+#pragma unroll
+        for (u32 peer = 0; peer < PEERS; ++peer)
+            if (receivers >> peer & 1) beside_of(token, rank_of(a, peer), choice[peer], (u32*)__shfl_sync(WHOLE_WARP, (u64)place, peer));
+    }
+    DEVICE void keep(u32 token, u32 number) const {
+        const auto choice_at = [&](u32 index) { return index == lane_id() ? choice[PEERS] : load(token, a.rank, index); };
+        const auto word = [&](u32 index) {
+            if (index < b.choices) return choice_at(index);
+            index -= b.choices;
+            return index < b.probs ? prob(token, a.rank, choice_at(index)) : __ldg(k.scales + (u64)token * b.scales + index - b.probs);
+        };
+        copy_to_experts(copies, k, n, b, a.rank, number, row(token), word, NOT_COUNTED);
+    }
+};
+
+// What `taking` does with a record.
+template <class Copies> struct arrived_rows {
+    const arguments& a;
+    Copies& copies;
+    const by_expert_rows_call& k;
+    const region_call& g;
+    const counts& n;
+    const beside& b;
+    const turn& t;
+
+    DEVICE void operator()(u32 peer, u32 source, u32 number) const {
+        const u8* const record = a.own + record_at(g, t, source, a.rank, spot(g, number));
+        const u32* const words = (const u32*)(record + rows_of(k).all());
+        copy_to_experts(copies, k, n, b, source, number, rows_of(k).record(record), [&](u32 index) { return ld_relaxed_sys(words + index); },
+                        readings::code(g, peer, number, n.rows[source][a.rank]));
+    }
+    DEVICE void finish() const {}
+};
+
+extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT)
 by_expert_dispatch_kernel(const __grid_constant__ arguments a, const __grid_constant__ by_expert_rows_call k) {
     extern __shared__ uint4 memory[];
+    typedef pipeline<readings> copying;
     pdl_wait();
     const block_end end(a);
     const turn t = begin(a, load_control(a));
-    pipeline::prepare();
+    stores::prepare();
+    arrivals::prepare();
+    readings::prepare();
     const counts n(k.counts, k.starts);
     const beside b(k);
     const region_call g = with_words(a, k.region, b.words());
     u32 most = 0;
     for (u32 from = 0; from < WORLD; ++from)
         if (from != a.rank) most = max(most, n.rows[from][a.rank]);
-    if (!advance(a, t, flag_vectors(g, most), 1)) return;
+    if (!advance(a, t, flag_vectors(g, most), 1 | OWN_TOO)) return;
 
+    // Warps of a block: most send and take, one raises flags, one polls those of the peers, one empties rows.
     reader r(a, t);
     const u32 warp = threadIdx.x / 32;
-    if (raises_flags(warp)) return pipeline::raise_flags();
-    pipeline copies(memory);
-    const parts p = rows_of(k);
+    const auto arriving = [&](u32 from) { return n.rows[from][a.rank]; };
+    if (raises_flags(warp)) return stores::raise_flags();
     bool came = true;
-    if (warp < SENDING) {
-        const choices c{k.all, k.number, k.local};
-        const auto count = [&](u32 to) { return n.rows[a.rank][to]; };
-        const auto token = [&](u32 to, u32 number) { return k.order[(u64)to * k.tokens + number]; };
-        const auto word = [&](u32 to, u32 token, u32 index) {
-            if (index < b.choices) return c.at(token, to, index);
-            if (index < b.choices + b.probs) {
-                const u32 choice = c.at(token, to, index - b.choices);
-                return choice == NO_CHOICE ? 0 : __ldg(k.probs + ((u64)token * WORLD + to) * k.local + expert_of(choice));
-            }
-            return __ldg(k.scales + (u64)token * b.scales + index - b.choices - b.probs);
-        };
-        const auto keep = [&](u32 number, u32 token, const u32* gathered) {
-            const u32 source[1] = {a.rank}, numbers[1] = {number};
-            copy_to_experts<1>(copies, k, n, b, 1, source, numbers, [&](u32, u32, u32 index) { return gathered[index]; },
-                [&](u32, u32) { return k.x + (u64)token * p.bytes[0]; },
-                [&](u32, u32) { return (const u8*)k.scales + (u64)token * p.bytes[1]; }, [](u32, u32) { return (u32*)nullptr; });
-        };
-        came = send_records<true>(r, copies, g, t, share_of_warp(0, SENDING), p, b.words(), count, token, word, keep);
-    } else {
-        const rows mine = share_of_warp(SENDING, RINGS - SENDING);
-        if (!k.is_by_token) empty_rows(k, mine);
-        const auto count = [&](u32 from) { return n.rows[from][a.rank]; };
-        came = take_records(r, copies, g, t, mine, count, [&](u32 some, const u32 (&sources)[RECORDS], const u32 (&numbers)[RECORDS]) {
-            const auto record = [&](u32 source, u32 number) { return a.own + record_at(g, t, source, a.rank, number); };
-            const u32 words_at = p.bytes[0] + p.bytes[1];
-            copy_to_experts<RECORDS>(copies, k, n, b, some, sources, numbers,
-                [&](u32 source, u32 number, u32 index) { return ld_relaxed_sys((const u32*)(record(source, number) + words_at) + index); },
-                record, [&](u32 source, u32 number) { return record(source, number) + p.bytes[0]; },
-                [&](u32 source, u32 number) { return counted_at(a, g, t, source, number, count(source)); });
-        });
+    if (warp < RINGS) {
+        copying copies(memory, readings{a, g, t});
+        mapped_rows<copying> tokens(a, copies, k, n, b);
+        came = exchange(r, copies, sending(a, copies, g, t, tokens, k.heads, k.tokens, [&](u32 to) { return n.rows[a.rank][to]; }),
+                        taking(a, arriving, arrived_rows<copying>{a, copies, k, g, n, b, t}));
+        copies.finish();
+    } else if (warp == RINGS + 1) {
+        came = arrivals::poll(r, g, t, arriving);
+    } else if (!k.is_by_token) {
+        empty_rows(k, share_of_warp(RINGS + 2, THREADS / 32 - RINGS - 2));
     }
-    copies.finish();
     if (came) r.finish();
 }
