@@ -22,19 +22,30 @@
 //!
 //! [`Machines`] are two network namespaces with a link between them, in which processes run as on two machines.
 //!
+//! [`World`] are ranks that are processes, which [say](say) things to the test; [`kill_each`] kills some of them.
+//!
+//! [`rotation`] and [`orders`] are for tests of GPUs: a small family of kernels to call beside others, and the orders of calls that run,
+//! are captured and are replayed.
+//!
 //! [`free_port`] is where ranks of a test meet over TCP.
 //!
 //! [`Taken`] counts the allocations and the locks of calls, so that the documentation's numbers are tested.
 #![cfg(not(loom))] // no test of a model needs anything
 
 mod found;
+mod kills;
 mod machines;
+pub mod orders;
 mod port;
 mod record;
+pub mod rotation;
 mod taken;
+mod world;
 
 pub use found::{disassembler, gpus, is_emulated, link, nccl, nvrtc, packages, program, root, sized};
+pub use kills::{VICTIMS, kill_each};
 pub use machines::Machines;
 pub use port::free_port;
 pub use record::{Need, need};
 pub use taken::{CountingAllocator, Taken, allocations, frees};
+pub use world::{World, role, say, say_error};

@@ -262,9 +262,6 @@ macro_rules! world_of_gpus {
 mod by_name;
 #[path = "../gpus/mod.rs"]
 mod gpus;
-#[path = "../../../fabric/tests/processes/mod.rs"]
-mod processes;
-
 mod harness;
 mod operations;
 mod values;

@@ -9,13 +9,10 @@
 //! | `case` | one set of calls with the inputs of all ranks, and what the definition says must come of it |
 //! | the others | the behaviours |
 
-#[path = "../../../fabric/tests/processes/mod.rs"]
-mod processes;
-
 use std::time::Duration;
 
 use antiphon_fabric::{Communicator, LocalWorld};
-use processes::{World, role, say};
+use antiphon_testing::{World, role, say};
 
 /// The deadline of every wait. It is far longer than anything here takes, so that no test passes because a wait ended.
 const TIMEOUT: Duration = Duration::from_secs(20);

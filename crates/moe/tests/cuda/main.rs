@@ -13,8 +13,6 @@ mod failures;
 mod orders;
 mod refused;
 mod rings;
-#[path = "../../../fabric/tests/cuda/rotation.rs"]
-mod rotation;
 #[allow(dead_code)]
 #[path = "../conformance/slots.rs"]
 mod slot_case;
@@ -34,9 +32,9 @@ use antiphon_moe::{
     layout,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+use antiphon_testing::rotation::{Rotation, rotate};
 use antiphon_testing::{gpus, sized};
 use case::{Case, Choice, hash};
-use rotation::{Rotation, rotate};
 use tensor::{Tensor, UNWRITTEN};
 
 /// The seeds of what a graph is replayed with.

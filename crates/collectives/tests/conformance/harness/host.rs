@@ -19,7 +19,7 @@ use antiphon_tensor::{Device, TensorView, TensorViewMut};
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::{Backend, TIMEOUT};
-use crate::processes::{World, role, say};
+use antiphon_testing::{World, role, say};
 
 /// How ranks run.
 pub trait Ranks: Sized + 'static {
