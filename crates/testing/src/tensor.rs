@@ -4,6 +4,17 @@ use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 
 use crate::backend::Backend;
 
+/// Where a tensor begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Alignment {
+    /// At a multiple of 64 bytes.
+    Aligned,
+    /// One element after that.
+    Shifted,
+    /// One byte after that: a reference to an element would be undefined there.
+    Odd,
+}
+
 /// Guard bytes on either side of a tensor.
 const GUARD: usize = 64;
 const GUARD_BYTE: u8 = 0xA5;
@@ -21,19 +32,24 @@ pub struct Tensor<B: Backend> {
 }
 
 impl<B: Backend> Tensor<B> {
-    /// A contiguous tensor with these elements. It begins at a multiple of 64 bytes.
+    /// A contiguous tensor with these elements, [aligned](Alignment::Aligned).
     ///
     /// # Panics
     /// Unless there are as many bytes as the elements have.
     pub fn holding(rank: &B, dtype: DType, shape: &[usize], content: &[u8]) -> Self {
-        Self::holding_behind(rank, dtype, shape, content, 0)
+        Self::holding_at(rank, dtype, shape, content, Alignment::Aligned)
     }
 
-    /// As [`holding`](Self::holding), `behind` bytes after a multiple of 64 bytes.
+    /// As [`holding`](Self::holding), beginning elsewhere.
     ///
     /// # Panics
     /// As there.
-    pub fn holding_behind(rank: &B, dtype: DType, shape: &[usize], content: &[u8], behind: usize) -> Self {
+    pub fn holding_at(rank: &B, dtype: DType, shape: &[usize], content: &[u8], alignment: Alignment) -> Self {
+        let behind = match alignment {
+            Alignment::Aligned => 0,
+            Alignment::Shifted => dtype.size(),
+            Alignment::Odd => 1,
+        };
         let (start, len) = (GUARD + behind, shape.iter().product::<usize>() * dtype.size());
         assert_eq!(content.len(), len, "bytes of {shape:?} × {dtype}");
         let mut bytes = vec![GUARD_BYTE; start + len + GUARD];
@@ -59,15 +75,17 @@ impl<B: Backend> Tensor<B> {
         &self.shape
     }
 
-    /// To read; it is exclusive because that is how [`Backend`] gives addresses.
-    pub fn view(&mut self) -> TensorView<'_> {
-        self.view_mut().into_view()
+    /// To read.
+    pub fn view(&self) -> TensorView<'_> {
+        let at = B::address(&self.memory).cast_mut().wrapping_add(self.start);
+        // SAFETY: the elements lie from `start` on, and the memory is borrowed for as long as the view.
+        unsafe { TensorView::from_raw_parts(at, self.dtype, &self.shape, None, self.device) }.unwrap()
     }
 
     /// To write.
     pub fn view_mut(&mut self) -> TensorViewMut<'_> {
-        let at = B::address(&mut self.memory).wrapping_add(self.start);
-        // SAFETY: the elements lie from `start` on, and the memory is borrowed for as long as the view.
+        let at = B::address_mut(&mut self.memory).wrapping_add(self.start);
+        // SAFETY: as above, exclusively.
         unsafe { TensorViewMut::from_raw_parts(at, self.dtype, &self.shape, None, self.device) }.unwrap()
     }
 
@@ -85,6 +103,7 @@ impl<B: Backend> Tensor<B> {
     ///
     /// # Panics
     /// If something beside them was written.
+    #[track_caller]
     pub fn content(&self) -> Vec<u8> {
         let mut bytes = B::read(&self.memory);
         let end = self.start + self.len();

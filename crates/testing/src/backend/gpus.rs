@@ -8,31 +8,12 @@ use std::{
     time::Duration,
 };
 
-use antiphon_device::cuda::{Context, CudaError, Device as Gpu, DeviceMemory, Driver, Stream, StreamRef};
+use antiphon_device::cuda::{Context, DeviceMemory, Stream, StreamRef};
 use antiphon_fabric::{Communicator, LocalWorld};
 use antiphon_tensor::Device;
 
 use super::{Backend, TIMEOUT, world_size};
-use crate::sized;
-
-/// The GPUs' driver, if there are enough of them for a world. With `ANTIPHON_TEST_RANKS_PER_GPU=2` half as many are enough: two
-/// ranks have a GPU then, which has room for the blocks of two.
-pub fn gpus_for(world_size: usize) -> Option<&'static Driver> {
-    crate::gpus(world_size.div_ceil(ranks_per_gpu()))
-}
-
-/// How many ranks may share a GPU.
-pub fn ranks_per_gpu() -> usize {
-    std::env::var("ANTIPHON_TEST_RANKS_PER_GPU").map_or(1, |ranks| ranks.parse().expect("1 or 2"))
-}
-
-/// The device of a rank: the first ranks have one each.
-///
-/// # Errors
-/// If the driver cannot say how many there are.
-pub fn device_of(driver: &'static Driver, rank: usize) -> Result<Gpu, CudaError> {
-    driver.device(rank as u32 % driver.device_count()?)
-}
+use crate::{device_of, gpus_for, ranks_per_gpu, sized};
 
 /// Calls the behaviour with the number in the name of a test, `world_<size>`, if there are as many GPUs.
 pub fn on_gpus(name: &str, behaviour: fn(usize)) {
@@ -108,8 +89,7 @@ impl<T: OnGpu> Gpus<T> {
         self.stream.borrow()
     }
 
-    /// Ranks that share a GPU share a context, in which making and freeing memory or loading kernels waits for all that is under
-    /// way: so they meet between that and calls.
+    /// Waits for the other ranks where [ranks share a GPU](ranks_per_gpu): between calls and what waits for the whole context.
     pub fn meet_on_gpu(&self) {
         if ranks_per_gpu() > 1 {
             self.comm.barrier().unwrap();
@@ -161,7 +141,11 @@ impl<T: OnGpu> Backend for Gpus<T> {
         GpuMemory { memory: Some(memory), len: bytes, stream: self.stream.clone(), pool: self.pool.clone() }
     }
 
-    fn address(memory: &mut GpuMemory) -> *mut u8 {
+    fn address(memory: &GpuMemory) -> *const u8 {
+        memory.device().pointer().0 as usize as *const u8
+    }
+
+    fn address_mut(memory: &mut GpuMemory) -> *mut u8 {
         memory.device().pointer().0 as usize as *mut u8
     }
 

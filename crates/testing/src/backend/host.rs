@@ -83,7 +83,11 @@ impl<R: Ranks> Backend for Host<R> {
         vec![0; bytes.div_ceil(size_of::<i64>())]
     }
 
-    fn address(memory: &mut Vec<i64>) -> *mut u8 {
+    fn address(memory: &Vec<i64>) -> *const u8 {
+        memory.as_ptr().cast()
+    }
+
+    fn address_mut(memory: &mut Vec<i64>) -> *mut u8 {
         memory.as_mut_ptr().cast()
     }
 

@@ -20,7 +20,7 @@ use antiphon_fabric::Communicator;
 use antiphon_tensor::Device;
 use serde::{Serialize, de::DeserializeOwned};
 
-pub use gpus::{GpuMemory, Gpus, OnGpu, device_of, gpus_for, on_gpus, ranks_per_gpu};
+pub use gpus::{GpuMemory, Gpus, OnGpu, on_gpus};
 pub use host::{Host, Ranks};
 pub use host_processes::{HostProcesses, Processes, in_processes};
 pub use host_threads::{HostThreads, Threads};
@@ -69,8 +69,10 @@ pub trait Backend: Deref<Target = Communicator> + Sized + 'static {
     fn device(&self) -> Device;
     /// Memory of at least `bytes` bytes, which hold anything.
     fn allocate(&self, bytes: usize) -> Self::Memory;
-    /// Where the memory begins.
-    fn address(memory: &mut Self::Memory) -> *mut u8;
+    /// Where the memory begins, to read.
+    fn address(memory: &Self::Memory) -> *const u8;
+    /// Where the memory begins, to write.
+    fn address_mut(memory: &mut Self::Memory) -> *mut u8;
     /// Writes bytes at the start of the memory, behind the calls of its rank.
     fn write(memory: &mut Self::Memory, bytes: &[u8]);
     /// Reads all bytes of the memory, behind the calls of its rank.
