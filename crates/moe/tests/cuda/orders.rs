@@ -8,11 +8,12 @@ use antiphon_tensor::DType;
 
 use crate::{
     Calls, Outcome, Rank, by_expert,
-    by_expert_case::ByExpertCase,
-    case::Case,
-    on_gpus, on_host,
-    slot_case::SlotCase,
-    slots::{self, SMALL},
+    cases::{
+        by_expert::ByExpertCase,
+        by_token::Case,
+        slots::{SMALL, SlotCase},
+    },
+    on_gpus, on_host, slots,
 };
 use antiphon_testing::orders::Calls as Orders;
 
