@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use antiphon_device::cuda::{DeviceMemory, Event, Graph, GraphExec, Stream, StreamRef};
 use antiphon_fabric::FabricError;
-
 use antiphon_testing::rotation::rotate;
 
 use crate::{Outcome, Rank, on_gpus, values};

@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use antiphon_device::cuda::{DeviceMemory, Event, Graph, Stream};
 use antiphon_fabric::{Communicator, FabricError, gpu::Tenant};
-
 use antiphon_testing::rotation::{Rotation, rotate};
 
 use crate::{Outcome, Rank, on_gpus, values};
