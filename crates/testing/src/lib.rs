@@ -28,7 +28,7 @@
 //!
 //! [`machine_code`] looks at what the kernels of families are compiled to.
 //!
-//! [`World`] are ranks that are processes, which [say](say) things to the test; [`kill_each`] kills some of them.
+//! [`World`] are ranks that are processes, which [`say`] things to the test; [`kill_each`] kills some of them.
 //!
 //! [`rotation`] and [`orders`] are for tests of GPUs: a small family of kernels to call beside others, and the orders of calls that run,
 //! are captured and are replayed.
