@@ -40,9 +40,12 @@ EMULATOR = $(abspath $(or $(CARGO_TARGET_DIR),target))/emulator
 # PROFILE=--release takes longer to build and less to run, for `make emulated-all` and `make soak`.
 PROFILE ?=
 EMULATED = ANTIPHON_EMULATOR_GPUS=8 LD_LIBRARY_PATH=$(EMULATOR) ANTIPHON_NVRTC=$(EMULATOR) ANTIPHON_CACHE_DIR=$(EMULATOR)/cache
-TESTS = --workspace --all-features --test cuda --test cuda_warm -- --test-threads 1 reductions on_1_gpus as_defined_on_2 beside_on_2 \
-	order:: orders:: opened:: closed:: handed_out:: experts:: room:: late_block as_a_whole fuse_different failures:: refused:: wrapped_rings by_expert_scales many_experts many_tokens region_of_two \
-	rows_and_sums_have_the_hosts_bits_on_2 all_reduces_have_the_hosts_bits_on_2 every_operation_has_the_hosts_bits replay_between_eager_calls_on_2 of_each_kind_are_right_on_2 free_behind_a_call_on_2 different_places captured_in_one_go parts_on_1_gpus takes_nothing --skip by_expert_rows_and_sums_have_the_hosts_bits_on_2 --skip have_room_on_8 --skip without_memory_on_8
+TESTS = --workspace --all-features --test cuda --test cuda_warm -- --test-threads 1 reductions on_1_gpus beside_on_2 \
+	order:: orders:: opened:: closed:: handed_out:: experts:: room:: late_block as_a_whole fuse_different failures:: refused:: wrapped_rings many_experts many_tokens region_of_two \
+	all_reduces_have_the_hosts_bits_on_2 every_operation_has_the_hosts_bits replay_between_eager_calls_on_2 of_each_kind_are_right_on_2 free_behind_a_call_on_2 different_places captured_in_one_go parts_on_1_gpus takes_nothing --skip have_room_on_8 --skip without_memory_on_8
+# Of the behaviours of mixtures of experts.
+BEHAVIOURS = gpus::every_form::world_2 gpus::every_format::world_2 gpus::by_expert_forms::world_2 gpus::by_expert_scales gpus::many_tokens \
+	gpus::slots_and_sums::world_2 gpus::capacities::world_2 gpus::arguments_that_make_no_sense
 NO_EMULATOR = $(if $(filter-out x86_64,$(shell uname -m)),an x86-64 processor)$(if $(shell command -v g++),, g++)
 
 ifeq ($(strip $(NO_EMULATOR)),)
@@ -55,6 +58,7 @@ emulator:
 emulated: emulator $(VENV)/installed
 	$(EMULATED) cargo test $(TESTS)
 ifeq ($(origin TESTS),file)
+	$(EMULATED) cargo test --workspace --all-features --test conformance -- --test-threads 1 $(BEHAVIOURS)
 	$(EMULATED) cargo test -p antiphon-cli --test plan -- between_gpus
 	$(PYTHON) -m maturin develop --quiet
 	$(EMULATED) $(PYTHON) -m pytest -m cuda tests/test_moe_first_calls.py tests/test_cuda_arrays.py tests/test_cuda_plans.py tests/test_plan_collections.py \
@@ -80,7 +84,7 @@ emulated-all: emulator $(VENV)/installed
 	rm -f $(SKIPPED)-emulated-all
 	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test $(PROFILE) --no-fail-fast \
 		-p antiphon-device -p antiphon-fabric -p antiphon-collectives -p antiphon-moe -p antiphon-executor -p antiphon-session --test cuda --test cuda_warm -- --test-threads 1
-	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test $(PROFILE) -p antiphon-collectives --test conformance -- --test-threads 1 ::gpus::
+	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test $(PROFILE) -p antiphon-collectives -p antiphon-moe --test conformance -- --test-threads 1 gpus::
 	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test $(PROFILE) -p antiphon-cli --test plan -- between_gpus
 	$(PYTHON) -m maturin develop --quiet
 	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) $(PYTHON) -m pytest -m cuda

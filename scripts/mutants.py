@@ -65,7 +65,7 @@ MIXED = [
     "mixed::mixed_sums_in_two_hops_have_the_hosts_bits_on_4_gpus",
     "orders::mixed_calls_keep_their_order_around_captures_on_4_gpus",
 ]
-BY_EXPERT = ["by_expert::by_expert_scales_go_along_on_2_gpus", "rings::by_expert_wrapped_rings_end_on_2_gpus"]
+BY_EXPERT = ["rings::by_expert_wrapped_rings_end_on_2_gpus"]
 MANY = ["by_expert::by_expert_warps_may_have_many_tokens_on_2_gpus", "rings::by_expert_records_of_many_choices_make_room_on_2_gpus"]
 ROWS = [ORDERS, "rings::wrapped_rings_end_on_2_gpus"]
 GRAPH = "a_graph_replays_the_capacity_form_with_other_choices_on_2_gpus"

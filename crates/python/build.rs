@@ -97,7 +97,7 @@ impl<'a> Keyword<'a> {
             "int | None" if *name == "stream" => "Option<RawStream>",
             "int | None" => "Option<usize>",
             "Quantize | None" | "Algorithm | None" => "Option<&'a str>",
-            "_Array" | "_A" => "Array<'a, 'py>",
+            "_Array" | "_A" => "Argument<'a, 'py>",
             "_Array | None" | "float | _Array | None" | "ScaleLayout | int | None" => "Given<'a, 'py>",
             other => panic!("{STUB}: {name} is {other}, of which build.rs does not know the type in Rust"),
         };

@@ -3,7 +3,7 @@
 #
 #   gpu-bundle/run.sh      runs it there: see run.sh beside this file
 #   gpu-bundle/antiphon    the command
-#   gpu-bundle/tests/      every test target named cuda* of every crate, and the suite of all backends, as CRATE-TARGET
+#   gpu-bundle/tests/      every test target named cuda* of every crate, and the suites of all backends, as CRATE-TARGET
 #   gpu-bundle/examples/   every example named cuda_*
 #   gpu-bundle/wheels/     the Python package, and pytest with what it needs
 #   gpu-bundle/python/     the Python tests, their settings, and the benchmarks
@@ -38,7 +38,7 @@ for message in map(json.loads, sys.stdin):
 }
 cargo test --release --workspace --exclude antiphon-python --test 'cuda*' --no-run --message-format json | binaries |
     while read -r crate name file; do cp "$file" "$bundle/tests/$crate-$name"; done
-cargo test --release --package antiphon-collectives --test conformance --no-run --message-format json | binaries |
+cargo test --release --package antiphon-collectives --package antiphon-moe --test conformance --no-run --message-format json | binaries |
     while read -r crate name file; do cp "$file" "$bundle/tests/$crate-$name"; done
 cargo build --release --workspace --exclude antiphon-python --example 'cuda_*' --message-format json | binaries |
     while read -r _ name file; do cp "$file" "$bundle/examples/$name"; done

@@ -93,7 +93,7 @@ run_command() { limited "$here/antiphon" doctor; }
 # GPUs.
 run_test() {
     local filter=()
-    [[ $file == *-conformance ]] && filter=(::gpus::)
+    [[ $file == *-conformance ]] && filter=(gpus::)
     limited "$file" --nocapture --test-threads 1 "${filter[@]}" || return
     local passed skipped
     passed=$(sed -n 's/^test result: ok\. \([0-9]*\) passed.*/\1/p' "$log" | tail -1)

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use antiphon_lowering::{
-    Costs, Device, Graph, Numerics, Options, Plan, Realize, Tables, World, check, compare, lower, verify,
+    Costs, Decisions, Device, Graph, Numerics, Options, Realize, Tables, World, check, compare, lower, verify,
 };
 use antiphon_plan::{escaped, read_text};
 use clap::ValueEnum;
@@ -107,13 +107,14 @@ fn run(args: &Args) -> Result<ExitStatus> {
     }
     source.tell_what_makes_no_sense();
     let before = &source.graph;
-    if let Some([plan, after]) = args.check.as_deref() {
-        let plan = Plan::from_json(&read_text(plan)?).map_err(|error| about(plan, error))?;
+    if let Some([decisions, after]) = args.check.as_deref() {
+        let decisions =
+            Decisions::from_json(&read_text(decisions)?).map_err(|error| about(decisions, error))?;
         let after = Source::read(after, args.from)?;
         after.tell_what_makes_no_sense();
-        let findings = check(before, &plan, &after.graph);
+        let findings = check(before, &decisions, &after.graph);
         findings.iter().for_each(|finding| println!("{}", escaped(&finding.to_string())));
-        let agrees = agree(args.run, before, &after.graph, plan.numerics)?;
+        let agrees = agree(args.run, before, &after.graph, decisions.numerics)?;
         return Ok(if findings.is_empty() && agrees { SUCCESS } else { FAILURE });
     }
     let options = options(args);
@@ -123,7 +124,7 @@ fn run(args: &Args) -> Result<ExitStatus> {
         None => println!("{}", lowered.report),
         Some(Emit::Text) => print!("{}", lowered.graph.to_text()),
         Some(Emit::Json) => println!("{}", lowered.graph.to_json()),
-        Some(Emit::Plan) => println!("{}", lowered.plan.to_json()),
+        Some(Emit::Plan) => println!("{}", lowered.decisions.to_json()),
     }
     if args.report && args.emit.is_some() {
         eprintln!("{}", lowered.report);

@@ -1,15 +1,12 @@
 //! Processes that are killed in the middle of a collective: the others get an error at once, whatever it was.
 
-#[path = "../../fabric/tests/processes/mod.rs"]
-mod processes;
-
 use std::time::Duration;
 
 use antiphon_collectives::{
     CollectiveError, Collectives, Communicator, NonBlocking, ReduceOp,
     mixed::{MixedCall, MixedHandler, MixedLayout, MixedMode, MixedOp},
 };
-use processes::{VICTIMS, kill_each, role, say, say_error};
+use antiphon_testing::{VICTIMS, kill_each, role, say, say_error};
 
 /// Elements of the larger tensor of an operation: 64 MiB where all of it is reduced, 16 MiB where it is moved.
 fn length(work: &str) -> usize {

@@ -1,8 +1,5 @@
 //! Ranks that are killed in the middle of a plan: the others get the error at once.
 
-#[path = "../../fabric/tests/processes/mod.rs"]
-mod processes;
-
 mod plans;
 
 use std::time::Duration;
@@ -13,7 +10,7 @@ use antiphon_plan::{
     ReduceOp,
     verify::{Options as Proof, VerifiedPlan},
 };
-use processes::{VICTIMS, kill_each, role, say, say_error};
+use antiphon_testing::{VICTIMS, kill_each, role, say, say_error};
 
 /// What a rank does when this binary is started as one.
 #[test]

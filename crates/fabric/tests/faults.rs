@@ -1,7 +1,5 @@
 //! Processes that are killed, stopped, or leave in the middle of anything: the others get an error at once.
 
-mod processes;
-
 use std::{
     fs::File,
     process::{Command, Stdio},
@@ -10,7 +8,7 @@ use std::{
 
 use antiphon_fabric::{Communicator, FabricError};
 use antiphon_testing::{Need, need};
-use processes::{VICTIMS, World, kill_each, role, say, say_error};
+use antiphon_testing::{VICTIMS, World, kill_each, role, say, say_error};
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 /// The work of ranks that are about to lose one: one step of what goes on for ever.

@@ -1,7 +1,5 @@
 //! Groups: which rank their errors blame for a loss, and what groups cost.
 
-mod processes;
-
 use std::{
     fs::File,
     os::fd::AsFd,
@@ -13,7 +11,7 @@ use antiphon_fabric::{
     error::Loss,
     rendezvous::{Address, Secret, Ticket},
 };
-use processes::{World, role, say, say_error};
+use antiphon_testing::{World, role, say, say_error};
 use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 const LONG: Duration = Duration::from_secs(30);

@@ -1,7 +1,5 @@
 //! Surviving ranks continue: they agree on which ranks survive, however many ranks are killed, and at any time.
 
-mod processes;
-
 use std::{
     path::Path,
     process::Command,
@@ -14,7 +12,7 @@ use antiphon_fabric::{
     engine::{EngineError, Ucx},
 };
 use antiphon_testing::{Machines, Need, need};
-use processes::{World, role, say};
+use antiphon_testing::{World, role, say};
 use rustix::process::{Signal, getpid, kill_process};
 
 const LONG: Duration = Duration::from_secs(30);

@@ -66,7 +66,7 @@ fn run(json: &str, options: &Options) -> (String, Vec<(&'static str, f64)>) {
     let opinion = second_opinion(&before, &lowered.graph, options.numerics);
     marks.push(("second opinion", seconds()));
     let times = marks.windows(2).map(|pair| (pair[1].0, pair[1].1 - pair[0].1)).collect();
-    assert_eq!(check(&before, &lowered.plan, &lowered.graph), []);
+    assert_eq!(check(&before, &lowered.decisions, &lowered.graph), []);
     let [calls, fewer] = lowered.report.calls;
     let text = format!(
         "{} operations, {calls} calls, became {}, {fewer} calls; {} MB of JSON, {} MB of edits; the second opinion: {opinion:?}",

@@ -84,8 +84,9 @@ pub enum FindingKind {
     Slot,
     /// Two accesses of the same bytes, of which one writes, have no order.
     Race,
-    /// A plan does not belong to the graphs.
-    Plan,
+    /// Decisions do not belong to the graphs.
+    #[serde(rename = "plan")]
+    Decisions,
 }
 
 /// Something that is wrong, with the names and numbers.

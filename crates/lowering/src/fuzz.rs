@@ -1,6 +1,8 @@
 //! What the fuzz targets do with bytes, which tests do for a while.
 
-use crate::{Costs, Graph, Numerics, Options, Plan, Realize, World, check, lower, plan::digest, verify};
+use crate::{
+    Costs, Decisions, Graph, Numerics, Options, Realize, World, check, decisions::digest, lower, verify,
+};
 
 /// The most operations of a graph that is lowered: what is searched for is not how long it takes.
 const MOST_OPS: usize = 2000;
@@ -23,7 +25,7 @@ pub fn graph_file(bytes: &[u8]) {
             let options = Options { numerics, realize, overlap: true, ..Options::default() };
             let lowered = lower(&graph, &world, &costs, &options);
             assert_eq!(verify(&lowered.graph), []);
-            assert_eq!(check(&graph, &lowered.plan, &lowered.graph), []);
+            assert_eq!(check(&graph, &lowered.decisions, &lowered.graph), []);
         }
     }
 }
@@ -38,7 +40,7 @@ const PROGRAM: &str = "group tp size 2
 return %d
 ";
 
-/// What a program is lowered to, with a plan that [`plan_file`] reads.
+/// What a program is lowered to, with the decisions that [`decisions_file`] reads.
 pub fn planned() -> (Graph, crate::Lowered) {
     let (before, world) = (Graph::from_text(PROGRAM).expect("a program"), World::default());
     let options = Options { realize: Realize::Always, ..Options::default() };
@@ -46,15 +48,15 @@ pub fn planned() -> (Graph, crate::Lowered) {
     (before, lowered)
 }
 
-/// Reads bytes as a plan, and asks for the proof under it, as it is and as one of the program.
+/// Reads bytes as decisions, and asks for the proof under them, as they are and as those of the program.
 ///
 /// # Panics
 /// If something is wrong with the crate: what is written must be read as it was.
-pub fn plan_file(bytes: &[u8]) {
-    let Ok(mut plan) = Plan::from_json(bytes) else { return };
-    assert_eq!(Plan::from_json(plan.to_json().as_bytes()).expect("what was written"), plan);
+pub fn decisions_file(bytes: &[u8]) {
+    let Ok(mut decisions) = Decisions::from_json(bytes) else { return };
+    assert_eq!(Decisions::from_json(decisions.to_json().as_bytes()).expect("what was written"), decisions);
     let (before, lowered) = planned();
-    check(&before, &plan, &lowered.graph);
-    plan.graph = digest(&before);
-    check(&before, &plan, &lowered.graph);
+    check(&before, &decisions, &lowered.graph);
+    decisions.graph = digest(&before);
+    check(&before, &decisions, &lowered.graph);
 }

@@ -28,7 +28,7 @@
 //! let world = World::default();
 //! let lowered = lower(&graph, &world, &Costs::of(world.device), &Options::default());
 //! assert_eq!(lowered.graph.ops.len(), 4); // three inputs, and one call
-//! assert_eq!(check(&graph, &lowered.plan, &lowered.graph), []);
+//! assert_eq!(check(&graph, &lowered.decisions, &lowered.graph), []);
 //! println!("{}", lowered.report); // the rewrites, and the reasons for those that were not made
 //! # Ok::<(), antiphon_lowering::LoweringError>(())
 //! ```
@@ -37,7 +37,7 @@
 //! | --- | --- |
 //! | a program | [`Graph`]: its [text](Graph::from_text), its [JSON](Graph::from_json), [torch's](Graph::from_torch) |
 //! | its validity | [`verify()`] |
-//! | its rewriting | [`lower()`], by [`Options`] and [`Costs`], with a [`Plan`] and a [`Report`] |
+//! | its rewriting | [`lower()`], by [`Options`] and [`Costs`], with its [`Decisions`] and a [`Report`] |
 //! | the proof that two programs are equal | [`check()`], [`race::detect`] |
 //! | its results | [`interpret()`]; those of two programs: [`compare`], [`second_opinion`] |
 
@@ -64,12 +64,12 @@ mod interpret;
 mod json;
 mod lists;
 mod lower;
+mod lowered;
 mod numerics;
 mod op;
 mod options;
 mod order;
 mod places;
-mod plan;
 mod proof;
 pub mod rules;
 mod sym;
@@ -81,20 +81,20 @@ mod verify;
 pub use analysis::{Analysis, Storage};
 pub use build::MAX_TEXT_BYTES;
 pub use costs::{Call, Costs, Device, Tables};
-pub use decisions::{Lowered, Refusal, Report, Rewrite};
+pub use decisions::{Choice, Completion, Decisions, PlannedCall, Slot};
 pub use edits::{Edits, NewOp, NewValue};
 pub use error::{Finding, FindingKind, LoweringError};
 pub use graph::{Graph, Group, MAX_OPS, Names, Op, Value};
 pub use ids::{OpId, StoreId, TokenId, ValueId};
 pub use interpret::{Arithmetic, Difference, Opinion, Tensor, compare, interpret, second_opinion};
 pub use lower::lower;
+pub use lowered::{Lowered, Refusal, Report, Rewrite};
 pub use numerics::Numerics;
 pub use op::{
     Alias, Binary, Coll, Fused, FusedArg, FusedOutput, Kind, Prim, Quantize, Reduction, ResultMemory, Unary,
     View,
 };
 pub use options::{Options, Realize, World};
-pub use plan::{Choice, Completion, Plan, PlannedCall, Slot};
 pub use proof::{check::check, race};
 pub use sym::{Range, Sym, SymExpr};
 pub use torch::spelled;

@@ -2,11 +2,11 @@
 
 use crate::{
     costs::Costs,
-    decisions::{Lowered, Refusal, Report, choice},
+    decisions::{Decisions, PlannedCall, Signatures, Slot},
     error::Finding,
     graph::Graph,
+    lowered::{Lowered, Refusal, Report, choice},
     options::{Options, World},
-    plan::{Plan, PlannedCall, Signatures, Slot},
     proof::check::prove,
     rules::{self, context::Context},
     verify::verify,
@@ -17,10 +17,10 @@ use crate::{
 /// The result depends on the arguments alone: equal arguments, equal bytes. [`check`](crate::check()) has proved it.
 pub fn lower(graph: &Graph, world: &World, costs: &Costs, options: &Options) -> Lowered {
     let unchanged = |findings: Vec<Finding>, refusals: Vec<Refusal>| {
-        let mut plan = Plan::new(graph, options.numerics);
-        plan.calls = calls(graph, costs, &[], |op| vec![op.to_owned()]);
-        let report = report(graph, graph, &plan, costs, refusals, findings);
-        Lowered { graph: graph.clone(), plan, report }
+        let mut decisions = Decisions::new(graph, options.numerics);
+        decisions.calls = calls(graph, costs, &[], |op| vec![op.to_owned()]);
+        let report = report(graph, graph, &decisions, costs, refusals, findings);
+        Lowered { graph: graph.clone(), decisions, report }
     };
     let findings = verify(graph);
     if !findings.is_empty() {
@@ -28,34 +28,34 @@ pub fn lower(graph: &Graph, world: &World, costs: &Costs, options: &Options) -> 
     }
     let mut cx = Context::new(graph, world, costs, options);
     rules::apply(&mut cx, graph);
-    let mut plan = Plan::new(graph, options.numerics);
-    plan.slots = rules::realize::place(&cx.graph);
-    plan.calls = calls(&cx.graph, costs, &plan.slots, |op| cx.covered(op));
-    plan.rewrites = cx.rewrites;
-    let findings = prove(graph, &plan, &cx.graph);
+    let mut decisions = Decisions::new(graph, options.numerics);
+    decisions.slots = rules::realize::place(&cx.graph);
+    decisions.calls = calls(&cx.graph, costs, &decisions.slots, |op| cx.covered(op));
+    decisions.rewrites = cx.rewrites;
+    let findings = prove(graph, &decisions, &cx.graph);
     if !findings.is_empty() {
         return unchanged(findings, cx.refusals);
     }
-    let report = report(graph, &cx.graph, &plan, costs, cx.refusals, Vec::new());
-    Lowered { graph: cx.graph, plan, report }
+    let report = report(graph, &cx.graph, &decisions, costs, cx.refusals, Vec::new());
+    Lowered { graph: cx.graph, decisions, report }
 }
 
 fn report(
     before: &Graph,
     after: &Graph,
-    plan: &Plan,
+    decisions: &Decisions,
     costs: &Costs,
     refusals: Vec<Refusal>,
     findings: Vec<Finding>,
 ) -> Report {
     let count = |graph: &Graph| graph.ops.iter().filter(|op| op.kind.communicates()).count();
     Report {
-        rewrites: plan.rewrites.clone(),
+        rewrites: decisions.rewrites.clone(),
         refusals,
         findings,
         calls: [count(before), count(after)],
         nanoseconds: [costs.predict(before), costs.predict(after)],
-        comm_bytes: plan.peak_bytes(),
+        comm_bytes: decisions.peak_bytes(),
     }
 }
 

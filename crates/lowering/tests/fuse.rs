@@ -324,7 +324,7 @@ fn a_call_that_is_predicted_to_be_slower_than_its_parts_is_refused() {
         let before = graph(text);
         let costs = with_fused_calls_of(nanoseconds);
         let after = lower(&before, &World::default(), &costs, &Options::default());
-        assert_eq!(check(&before, &after.plan, &after.graph), []);
+        assert_eq!(check(&before, &after.decisions, &after.graph), []);
         assert!(after.report.to_string().contains(because), "{}", after.report);
         kinds(&after.graph).contains(&"fused".to_owned())
     };

@@ -45,12 +45,12 @@ fn changed_bytes_do_no_harm() {
     let json = Graph::from_text(&text).unwrap().to_json();
     let torch = torch();
     let (before, after) = fuzz::planned();
-    assert_eq!(check(&before, &after.plan, &after.graph), []);
-    assert!(!after.plan.slots.is_empty(), "{}", after.plan.to_json());
-    let plan = after.plan.to_json();
+    assert_eq!(check(&before, &after.decisions, &after.graph), []);
+    assert!(!after.decisions.slots.is_empty(), "{}", after.decisions.to_json());
+    let decisions = after.decisions.to_json();
     let mut chance = Chance(5);
     for round in 0..4_000 {
-        let source = [&text, &json, &torch, &plan][round % 4];
+        let source = [&text, &json, &torch, &decisions][round % 4];
         let mut bytes = source.clone().into_bytes();
         for _ in 0..1 + chance.below(3) {
             if bytes.is_empty() {
@@ -70,7 +70,7 @@ fn changed_bytes_do_no_harm() {
             }
         }
         match round % 4 {
-            3 => fuzz::plan_file(&bytes),
+            3 => fuzz::decisions_file(&bytes),
             _ => fuzz::graph_file(&bytes),
         }
         let Ok(text) = String::from_utf8(bytes) else { continue };

@@ -2,7 +2,7 @@
 
 mod common;
 
-use antiphon_lowering::{Choice, Graph, Kind, Numerics, Options, Plan, check, compare, verify};
+use antiphon_lowering::{Choice, Decisions, Graph, Kind, Numerics, Options, check, compare, verify};
 use common::{graph, lowered};
 
 /// Two calls on `%a` and `%b` of these elements, which a body computes from `%x` and `%y`, and their difference.
@@ -28,7 +28,7 @@ fn are_told_apart(text: &str) {
         assert!(found.is_none_or(|found| !found.is_too_large()));
         let mut wrong = after.graph.clone();
         wrong.outputs[1] = wrong.outputs[0];
-        let findings = check(&before, &after.plan, &wrong);
+        let findings = check(&before, &after.decisions, &wrong);
         assert!(
             findings.iter().any(|finding| finding.text.contains("another meaning")),
             "{numerics:?} {text}"
@@ -64,7 +64,7 @@ fn a_column_is_no_row() {
     let before = graph(&twins("f32", "[4,4]", &text));
     let mut equal = before.clone();
     equal.outputs[1] = equal.outputs[0];
-    let findings = check(&before, &lowered(&before, &Options::default()).plan, &equal);
+    let findings = check(&before, &lowered(&before, &Options::default()).decisions, &equal);
     assert!(findings.iter().all(|finding| !finding.text.contains("another meaning")), "{findings:?}");
 }
 
@@ -175,19 +175,19 @@ fn a_slot_has_room_for_the_gaps() {
     );
     let options = Options { realize: antiphon_lowering::Realize::Always, ..Options::default() };
     let after = lowered(&before, &options);
-    assert_eq!(after.plan.calls[0].choice, Choice::Registered);
-    let [slot] = &after.plan.slots[..] else { panic!("one slot") };
+    assert_eq!(after.decisions.calls[0].choice, Choice::Registered);
+    let [slot] = &after.decisions.slots[..] else { panic!("one slot") };
     assert_eq!(slot.bytes, 16 * 8 * 4);
     // The same operand with strides reaches to element 15 · 16 + 7.
     let mut strided = after.graph.clone();
     let value = strided.values.iter_mut().find(|value| value.name == slot.value).unwrap();
     value.ty.strides = Some(vec![16.into(), 1.into()]);
-    let findings = check(&before, &after.plan, &strided);
+    let findings = check(&before, &after.decisions, &strided);
     assert!(findings.iter().any(|finding| finding.text.contains("Some(992) bytes")), "{findings:?}");
-    let mut plan = after.plan.clone();
-    plan.slots[0].bytes = 1024;
-    plan.calls[0].signature = plan.calls[0].signature.replace("512 bytes", "1024 bytes");
-    assert_eq!(check(&before, &plan, &strided), []);
+    let mut decisions = after.decisions.clone();
+    decisions.slots[0].bytes = 1024;
+    decisions.calls[0].signature = decisions.calls[0].signature.replace("512 bytes", "1024 bytes");
+    assert_eq!(check(&before, &decisions, &strided), []);
 }
 
 #[test]
@@ -232,7 +232,7 @@ fn are_told_apart_closely(text: &str) {
         let after = lowered(&before, &Options { numerics, ..Options::default() });
         let mut wrong = after.graph.clone();
         wrong.outputs[1] = wrong.outputs[0];
-        let findings = check(&before, &after.plan, &wrong);
+        let findings = check(&before, &after.decisions, &wrong);
         assert!(
             findings.iter().any(|finding| finding.text.contains("another meaning")),
             "{numerics:?} {text}"
@@ -253,8 +253,8 @@ fn no_rounding_is_new() {
         "%n: bf16[4,8] = cast(%x)\n%w: f32[4,8] = cast(%n)\n%a: f32[4,8] = binary(%w, %w) op=mul\n%r: f32[4,8] = binary(%a) op=add scalar=1",
     );
     let close = |before: &Graph, after: &Graph| {
-        let plan: Plan = lowered(before, &Options::default()).plan;
-        check(before, &plan, after).into_iter().map(|finding| finding.text).collect::<Vec<_>>()
+        let decisions: Decisions = lowered(before, &Options::default()).decisions;
+        check(before, &decisions, after).into_iter().map(|finding| finding.text).collect::<Vec<_>>()
     };
     for dtype in ["bf16", "f16"] {
         let refused = format!("output 0: it is rounded to {dtype}, which r was not");

@@ -2,13 +2,13 @@
 
 mod common;
 
-use antiphon_lowering::{Graph, Kind, Numerics, Options, Plan, check};
+use antiphon_lowering::{Decisions, Graph, Kind, Numerics, Options, check};
 use common::{graph, kinds, lowered, numerics};
 
 /// Why one program is not shown to be another.
 fn findings(before: &Graph, after: &Graph, how: Numerics) -> Vec<String> {
-    let plan: Plan = lowered(before, &numerics(how)).plan;
-    check(before, &plan, after).into_iter().map(|finding| finding.text).collect()
+    let decisions: Decisions = lowered(before, &numerics(how)).decisions;
+    check(before, &decisions, after).into_iter().map(|finding| finding.text).collect()
 }
 
 fn close(before: &str, after: &str) -> Vec<String> {

@@ -3,16 +3,21 @@
 mod common;
 
 use antiphon_lowering::{
-    Costs, Graph, Lowered, Numerics, Options, Plan, Realize, World, check, compare, lower, verify,
+    Costs, Decisions, Graph, Lowered, Numerics, Options, Realize, World, check, compare, lower, verify,
 };
 use common::{graph, lowered};
 
-/// What is wrong with a program in place of another one, with a plan that lists its calls.
+/// What is wrong with a program in place of another one, with decisions that list its calls.
 fn differences(before: &str, after: &str) -> Vec<String> {
     let [before, after] = [before, after].map(graph);
-    let plan = |graph: &Graph| lowered(graph, &Options::default()).plan;
-    let plan = Plan { calls: plan(&after).calls, rewrites: Vec::new(), slots: Vec::new(), ..plan(&before) };
-    check(&before, &plan, &after).into_iter().map(|finding| finding.text).collect()
+    let decisions = |graph: &Graph| lowered(graph, &Options::default()).decisions;
+    let decisions = Decisions {
+        calls: decisions(&after).calls,
+        rewrites: Vec::new(),
+        slots: Vec::new(),
+        ..decisions(&before)
+    };
+    check(&before, &decisions, &after).into_iter().map(|finding| finding.text).collect()
 }
 
 /// Two programs that give other results are told apart, and a program is not told from itself.
@@ -118,7 +123,7 @@ fn a_quotient_may_be_negative() {
     );
     let after = always(&before);
     assert_eq!(
-        after.plan.slots[0].bytes,
+        after.decisions.slots[0].bytes,
         (256 + 8 * 200) * 8 * 4,
         "of the largest size, which has the least symbol"
     );
@@ -263,7 +268,7 @@ fn memory_of_a_symbolic_size_is_large_enough() {
             .replace("%p: f32[s0]", "%f: f32[4] = full() value=1\n%p: f32[s0]"),
     );
     let after = always(&before);
-    assert_eq!((after.report.findings.len(), after.plan.slots.len()), (0, 0));
+    assert_eq!((after.report.findings.len(), after.decisions.slots.len()), (0, 0));
     assert!(
         after.report.to_string().contains("a view of it is not known to end where it does"),
         "{}",
@@ -272,7 +277,7 @@ fn memory_of_a_symbolic_size_is_large_enough() {
     let mut placed = after.graph.clone();
     let req = serde_json::from_str(r#"{"comm":{"domain":"tp","groups":["tp"],"roles":"in"}}"#).unwrap();
     placed.values.iter_mut().find(|value| value.name == "p").unwrap().class = req;
-    let findings = check(&before, &after.plan, &placed);
+    let findings = check(&before, &after.decisions, &placed);
     assert!(findings[0].text.contains("the view f32[4] ends at element 4, of s0 of f32"), "{findings:?}");
 }
 
@@ -345,12 +350,12 @@ fn a_slot_lies_in_the_heap_of_its_calls() {
     };
     let before = graph(&program("", ""));
     let placed = always(&before);
-    assert_eq!((placed.plan.slots.len(), placed.report.findings.len()), (2, 0));
+    assert_eq!((placed.decisions.slots.len(), placed.report.findings.len()), (2, 0));
     let found = |p: &str, q: &str, domains: [&str; 2]| {
-        let mut plan = placed.plan.clone();
-        plan.slots.iter_mut().zip(domains).for_each(|(slot, domain)| slot.domain = domain.to_owned());
+        let mut decisions = placed.decisions.clone();
+        decisions.slots.iter_mut().zip(domains).for_each(|(slot, domain)| slot.domain = domain.to_owned());
         let after = graph(&program(p, q));
-        check(&before, &plan, &after).into_iter().map(|finding| finding.text).collect::<Vec<_>>()
+        check(&before, &decisions, &after).into_iter().map(|finding| finding.text).collect::<Vec<_>>()
     };
     let tp = class("tp", "in");
     assert_eq!(found(&tp, &tp, ["tp", "tp"]), [""; 0]);
@@ -369,6 +374,6 @@ fn a_slot_lies_in_the_heap_of_its_calls() {
     // A call in place reads and writes.
     let in_place = program("", "").replace("red=sum", "red=sum in_place=true").replace("%s0, %s1", "%s1");
     let placed = always(&graph(&in_place));
-    assert_eq!((placed.plan.slots.len(), placed.report.findings.len()), (2, 0), "{}", placed.report);
+    assert_eq!((placed.decisions.slots.len(), placed.report.findings.len()), (2, 0), "{}", placed.report);
     assert!(placed.graph.to_text().contains("in_out"), "{}", placed.graph.to_text());
 }

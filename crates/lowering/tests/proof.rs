@@ -1,10 +1,10 @@
 //! Random programs: a lowered program computes the same as before, without races, and every change of a lowered program or
-//! of its plan is found.
+//! of its decisions is found.
 
 mod common;
 
 use antiphon_lowering::{
-    Arithmetic, Costs, FindingKind, Graph, Numerics, Options, Plan, Realize, World, check,
+    Arithmetic, Costs, Decisions, FindingKind, Graph, Numerics, Options, Realize, World, check,
     faults::{self, Fault},
     lower, verify,
 };
@@ -79,7 +79,7 @@ fn random_programs_compute_the_same_afterwards() {
         let realize = if seed % 3 == 0 { Realize::Always } else { Realize::Measured };
         let options = Options { numerics, realize, overlap: seed % 5 < 2, ..Options::default() };
         let after = lowered(&before, &options);
-        rewritten += u64::from(!after.plan.rewrites.is_empty());
+        rewritten += u64::from(!after.decisions.rewrites.is_empty());
         agree(&before, &after.graph, 2, seed, Arithmetic::Exact, 1e-7);
         if numerics == Numerics::Same {
             agree(&before, &after.graph, 2, seed, Arithmetic::Kernels, 1e-4);
@@ -98,10 +98,10 @@ fn whatever_is_changed_is_found_or_changes_nothing() {
         let after = lowered(&before, &options);
         let mut chance = Chance(seed + 77);
         for _ in 0..4 {
-            let Some((graph, plan, kind)) = tampered(&after.graph, &after.plan, &mut chance) else {
+            let Some((graph, decisions, kind)) = tampered(&after.graph, &after.decisions, &mut chance) else {
                 continue;
             };
-            if !check(&before, &plan, &graph).is_empty() {
+            if !check(&before, &decisions, &graph).is_empty() {
                 found.insert(kind);
                 continue;
             }
@@ -172,9 +172,11 @@ fn is_told_by_flights(fault: Fault) -> bool {
     let world = World { groups: Some(Vec::new()), ..World::default() };
     faults::put(Some(fault));
     let after = lower(&before, &world, &Costs::of(world.device), &Options::default());
-    let findings = check(&before, &after.plan, &after.graph);
+    let findings = check(&before, &after.decisions, &after.graph);
     faults::put(None);
-    !after.report.findings.is_empty() || !findings.is_empty() || races(&after.graph, &after.plan).is_some()
+    !after.report.findings.is_empty()
+        || !findings.is_empty()
+        || races(&after.graph, &after.decisions).is_some()
 }
 
 /// Whether a mistake lets what is too close for the interpreter to see pass: the next constant, or a rounding.
@@ -194,10 +196,10 @@ fn is_told_by_constants(fault: Fault) -> bool {
     pairs.into_iter().any(|(dtype, one, other)| {
         let of = |body: &str| graph(&format!("%x: {dtype}[4] = input()\n{body}\nreturn %r"));
         let (before, after) = (of(one), of(other));
-        let plan = lowered(&before, &Options::default()).plan;
-        assert!(!check(&before, &plan, &after).is_empty());
+        let decisions = lowered(&before, &Options::default()).decisions;
+        assert!(!check(&before, &decisions, &after).is_empty());
         faults::put(Some(fault));
-        let accepted = check(&before, &plan, &after).is_empty();
+        let accepted = check(&before, &decisions, &after).is_empty();
         faults::put(None);
         accepted
     })
@@ -254,7 +256,7 @@ return %d"#;
 fn a_plan_of_another_graph_proves_nothing() {
     let (one, two) = (graph(&program(1)), graph(&program(2)));
     let after = lowered(&one, &Options::default());
-    assert_eq!(check(&two, &after.plan, &after.graph)[0].kind, FindingKind::Plan);
-    assert_eq!(Plan::from_json(after.plan.to_json().as_bytes()).unwrap(), after.plan);
-    assert!(Plan::from_json(b"{}").unwrap_err().to_string().contains("missing field"));
+    assert_eq!(check(&two, &after.decisions, &after.graph)[0].kind, FindingKind::Decisions);
+    assert_eq!(Decisions::from_json(after.decisions.to_json().as_bytes()).unwrap(), after.decisions);
+    assert!(Decisions::from_json(b"{}").unwrap_err().to_string().contains("missing field"));
 }

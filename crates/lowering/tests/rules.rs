@@ -93,7 +93,7 @@ fn sums_of_sums_are_one() {
     let before = program(&(three.clone() + "%q: f32[4,8] = binary(%p, %c) op=add\nreturn %q"));
     let after = lowered(&before, &Options { fuse: false, ..Options::default() });
     assert_eq!(after.report.calls, [3, 1], "{}", after.report);
-    assert_eq!(after.plan.calls[0].covers, ["a_start", "b_start", "c_start"]);
+    assert_eq!(after.decisions.calls[0].covers, ["a_start", "b_start", "c_start"]);
     same_numbers(&before, &after.graph);
 
     let after = lowered(&before, &Options { fuse: false, ..numerics(Numerics::Same) });
@@ -240,18 +240,21 @@ fn what_is_returned_does_not_lie_where_peers_write() {
     let always = Options { realize: Realize::Always, ..Options::default() };
     let body = "%one: f32[4,8] = binary(%x) op=add scalar=1.0\n".to_owned() + &sum("a", "%one", "tp", 0);
     let after = lowered(&program(&(body.clone() + "return %a, %one")), &always);
-    assert_eq!(after.plan.slots, []);
+    assert_eq!(after.decisions.slots, []);
     assert!(after.report.to_string().contains("it is returned"), "{}", after.report);
 
     let after = lowered(&program(&(body.clone() + "return %a")), &always);
-    assert_eq!((after.plan.slots.len(), after.plan.slots[0].bytes, after.report.comm_bytes), (1, 256, 256));
+    assert_eq!(
+        (after.decisions.slots.len(), after.decisions.slots[0].bytes, after.report.comm_bytes),
+        (1, 256, 256)
+    );
     // Symmetric memory was measured to gain nothing, at any size.
     for (device, rows) in [(Device::Host, "4"), (Device::Host, "4096"), (Device::H200, "4096")] {
         let world = World { device, ..World::default() };
         let before =
             graph(&program(&(body.clone() + "return %a")).to_text().replace("[4,8]", &format!("[{rows},8]")));
         let lowered = lower(&before, &world, &Costs::of(device), &Options::default());
-        assert_eq!(lowered.plan.slots, [], "{device}, {rows} rows");
+        assert_eq!(lowered.decisions.slots, [], "{device}, {rows} rows");
         assert!(
             lowered.report.rewrites.iter().any(|rewrite| rewrite.rule == "sync"),
             "{device}, {rows} rows"
@@ -272,7 +275,11 @@ fn a_size_that_is_not_known_is_bounded_or_refused() {
         let options = Options { realize: Realize::Always, max_slot_bytes: limit, ..Options::default() };
         lowered(&graph(&text), &options)
     };
-    assert_eq!(text("max 100", 1 << 20).plan.slots[0].bytes, 3328, "100 rows of 32 bytes, in units of 256");
+    assert_eq!(
+        text("max 100", 1 << 20).decisions.slots[0].bytes,
+        3328,
+        "100 rows of 32 bytes, in units of 256"
+    );
     assert!(text("max 100", 1 << 10).report.to_string().contains("3200 bytes: at most 1024"));
     assert!(text("", 1 << 20).report.to_string().contains("has no bound"));
 }
@@ -291,7 +298,12 @@ fn groups_of_one_heap_share_a_slot() {
     }
     let options = Options { realize: Realize::Always, fuse: false, ..Options::default() };
     let after = lowered(&graph(&format!("{text}return {last}")), &options);
-    assert_eq!((after.plan.slots.len(), after.report.comm_bytes), (3, 256), "{:?}", after.plan.slots);
+    assert_eq!(
+        (after.decisions.slots.len(), after.report.comm_bytes),
+        (3, 256),
+        "{:?}",
+        after.decisions.slots
+    );
 }
 
 #[test]
@@ -320,7 +332,7 @@ fn groups_that_are_not_ours_are_left_alone() {
     let world = World { groups: Some(vec!["other".into()]), ..World::default() };
     let after = lower(&before, &world, &Costs::of(Device::Host), &Options::default());
     assert_eq!(after.graph, before);
-    assert_eq!(check(&before, &after.plan, &after.graph), []);
+    assert_eq!(check(&before, &after.decisions, &after.graph), []);
 }
 
 #[test]
@@ -332,7 +344,7 @@ fn equal_input_gives_equal_bytes() {
     );
     let texts = || {
         let after = lowered(&before, &Options::default());
-        (after.graph.to_json(), after.plan.to_json(), after.report.to_string())
+        (after.graph.to_json(), after.decisions.to_json(), after.report.to_string())
     };
     assert_eq!(texts(), texts());
     let again = Graph::from_json(before.to_json().as_bytes()).unwrap();
@@ -359,10 +371,10 @@ fn the_digest_of_a_groups_calls_tells_ranks_apart_whose_calls_differ() {
         %p: f32[4,8] = start(%x) prim=all_to_all group=dp sends=[1,3] receives=[2,2] token=2
         %q: f32[4,8] = wait(%p) tokens=[2]
         return %n, %u, %q";
-    let plan = |text: &str| lowered(&graph(text), &Options::default()).plan;
-    let of = |text: &str| ["tp", "dp"].map(|group| plan(text).digest(group));
+    let decisions = |text: &str| lowered(&graph(text), &Options::default()).decisions;
+    let of = |text: &str| ["tp", "dp"].map(|group| decisions(text).digest(group));
     let wanted = of(text);
-    let fused = plan(text).calls[0].signature.clone();
+    let fused = decisions(text).calls[0].signature.clone();
     assert!(
         fused.starts_with("fused(f32[4,8], f32[4,8]) args=[") && fused.contains(" eps=0.00999"),
         "{fused}"

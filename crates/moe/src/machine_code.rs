@@ -1,10 +1,12 @@
 //! What the kernels are compiled to, every variant for every architecture, on any machine that has NVRTC.
 
-use antiphon_device::cuda::{Architecture, Program};
-use antiphon_fabric::gpu::{Family, Kernel as _, MAX_WORLD, most_registers, most_shared_bytes, program};
-use antiphon_sass::Rules;
+use antiphon_device::cuda::Architecture;
+use antiphon_fabric::gpu::{Family, MAX_WORLD};
 use antiphon_tensor::DType;
-use antiphon_testing::{disassembler, nvrtc};
+use antiphon_testing::{
+    machine_code::{SLOTS, Variant, assert_as_meant},
+    nvrtc,
+};
 
 use crate::{
     by_expert::family::{ByExpertMoving, ByExpertSumming, Experts, Listing, Placing},
@@ -16,45 +18,17 @@ use crate::{
     },
 };
 
-const ARCHITECTURES: [Architecture; 3] = [Architecture::SM_80, Architecture::SM_90A, Architecture::SM_100A];
-
-/// A family's kernel for a world of some size.
-struct Variant {
-    name: String,
-    kernel: &'static str,
-    program: Program,
-    rules: Rules<'static>,
-    /// Bytes of dynamic shared memory of a block, and the most of it with the static one.
-    shared: [u32; 2],
-    /// Whether a block takes more, so that a grid has a multiprocessor for itself.
-    takes_all: bool,
-}
-
 fn variant<F: Family>(
     family: F,
     world_size: usize,
     architecture: Architecture,
     needed: &'static [&'static str],
 ) -> Variant {
-    Variant {
-        name: format!("{family:?} for {world_size} ranks on {architecture}"),
-        kernel: F::Kernel::ALL[0].name(),
-        program: program(&family, architecture, world_size),
-        shared: [family.shared_bytes(world_size), most_shared_bytes(&family, architecture, world_size)],
-        takes_all: false,
-        // Twice the blocks fit a multiprocessor that a grid may have there. Sums are rounded one by one.
-        rules: Rules {
-            registers: most_registers(&family, world_size),
-            needed,
-            forbidden: &["FFMA", "DFMA"],
-            ..Rules::default()
-        },
-    }
+    Variant::of(&family, world_size, architecture, needed)
 }
 
 fn variants(architecture: Architecture) -> Vec<Variant> {
-    // Vectors come and go whole, and past every cache; or in bulk.
-    const SLOTS: &[&str] = &["LDG.128.STRONG.SYS", "STG.128.STRONG.SYS"];
+    // Rows come and go whole, and past every cache; or in bulk.
     let (staging, rows): (_, &[&str]) = match architecture == Architecture::SM_80 {
         true => (Staging::Registers, &["LDG.128.STRONG.SYS", "STG.128"]),
         false => (Staging::Bulk, &["UBLKCP"]),
@@ -133,33 +107,7 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
 
 #[test]
 fn every_kernel_is_compiled_to_what_was_meant() {
-    let Some(nvrtc) = nvrtc() else { return };
-    // Without it kernels are compiled, but not looked at.
-    let disassembler = disassembler();
-    let mut wrong = Vec::new();
-    for architecture in ARCHITECTURES {
-        let variants = variants(architecture);
-        let mut cubins = Vec::new();
-        for Variant { name, program, .. } in &variants {
-            let compiled = nvrtc.compile(program);
-            let compiled = compiled.unwrap_or_else(|error| panic!("{name}: {error}"));
-            if !compiled.log.is_empty() {
-                wrong.push(format!("{name}: {}", compiled.log));
-            }
-            cubins.push(compiled.cubin);
-        }
-        let Some(disassembler) = &disassembler else { continue };
-        for (variant, code) in variants.iter().zip(disassembler.read(&cubins).unwrap()) {
-            let kernel = code.kernel(variant.kernel).unwrap();
-            let (shared, most) = (kernel.shared_bytes + variant.shared[0], variant.shared[1]);
-            if (shared > most) != variant.takes_all {
-                wrong.push(format!("{}: {shared} bytes of shared memory, of {most}", variant.name));
-            }
-            let found = kernel.broken(&variant.rules);
-            wrong.extend(found.iter().map(|what| format!("{}: {what}", variant.name)));
-        }
-    }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert_as_meant(variants);
 }
 
 /// The kernels of a rank that is alone, whose arrays have no element for a peer, and whose loops none to serve.
@@ -185,8 +133,9 @@ fn every_kernel_compiles_for_a_rank_that_is_alone() {
         alone(Combining { phases: Phases::Both, format: CombineFormat::LogFmt }),
         alone(Combining { phases: Phases::Receive, format: CombineFormat::LogFmt }),
     ];
-    for Variant { name, program, .. } in variants {
-        let compiled = nvrtc.compile(&program).unwrap_or_else(|error| panic!("{name}: {error}"));
-        assert_eq!(compiled.log, "", "{name}");
+    for variant in variants {
+        let program = variant.program();
+        let compiled = nvrtc.compile(program).unwrap_or_else(|error| panic!("{}: {error}", program.name()));
+        assert_eq!(compiled.log, "", "{}", program.name());
     }
 }

@@ -1,8 +1,5 @@
 //! Ranks that are killed, or do not come, in the middle of a dispatch or a combine: the others hear of it.
 
-#[path = "../../fabric/tests/processes/mod.rs"]
-mod processes;
-
 use std::time::Duration;
 
 use antiphon_fabric::{Communicator, FabricError, LocalWorld};
@@ -12,7 +9,7 @@ use antiphon_moe::{
     RowFormat, SlotCombine, SlotDispatch, SlotFormat, SlotRoutes, Tokens, layout,
 };
 use antiphon_tensor::{DType, TensorView, TensorViewMut, bf16};
-use processes::{VICTIMS, World, kill_each, role, say, say_error};
+use antiphon_testing::{VICTIMS, World, kill_each, role, say, say_error};
 
 const HIDDEN: usize = 1024;
 /// The deadline where a rank is late.

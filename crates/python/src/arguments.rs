@@ -29,10 +29,10 @@ pub(crate) struct Prepared<'py> {
 pub(crate) type Operands = [Option<Operand>; 2];
 
 /// An array that the caller must give.
-pub(crate) type Array<'a, 'py> = &'a Bound<'py, PyAny>;
+pub(crate) type Argument<'a, 'py> = &'a Bound<'py, PyAny>;
 
 /// An array that the caller may give, or an operator.
-pub(crate) type Given<'a, 'py> = Option<Array<'a, 'py>>;
+pub(crate) type Given<'a, 'py> = Option<Argument<'a, 'py>>;
 
 /// An operation that reads one array and writes another, on rank `rank` of `world_size`. An array that the caller did not give
 /// gets the shape that follows from the input's. Counts are of rows.

@@ -7,7 +7,7 @@ use std::{
 
 use antiphon::device::sync::Mutex;
 use antiphon_lowering::{
-    Costs, Edits, Graph, LoweringError, Opinion, Options, Plan, World, check, lower, second_opinion,
+    Costs, Decisions, Edits, Graph, LoweringError, Opinion, Options, World, check, lower, second_opinion,
 };
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
 
@@ -27,7 +27,8 @@ struct Request {
 #[derive(serde::Serialize)]
 struct Answer<'l> {
     edits: Edits,
-    plan: &'l Plan,
+    #[serde(rename = "plan")]
+    decisions: &'l Decisions,
     /// For each group that has calls, what its ranks compare.
     digests: BTreeMap<String, String>,
     report: antiphon_lowering::Report,
@@ -38,7 +39,7 @@ struct Answer<'l> {
 #[pyclass(frozen, module = "antiphon")]
 pub(crate) struct Lowering {
     before: Graph,
-    plan: Plan,
+    decisions: Decisions,
     answer: Vec<u8>,
     /// The program that was last looked at, and its graph: of one program both questions are asked.
     after: Mutex<Option<(Vec<u8>, Arc<Graph>)>>,
@@ -70,13 +71,14 @@ impl Lowering {
             let costs = Costs::new(request.world.device, &request.options.tables)
                 .map_err(|error| PyValueError::new_err(error.to_string()))?;
             let lowered = lower(&before, &request.world, &costs, &request.options);
-            let groups = lowered.plan.calls.iter().map(|call| call.group.as_str());
-            let digests = groups.map(|group| (group.to_owned(), lowered.plan.digest(group))).collect();
+            let groups = lowered.decisions.calls.iter().map(|call| call.group.as_str());
+            let digests = groups.map(|group| (group.to_owned(), lowered.decisions.digest(group))).collect();
             let text = lowered.report.to_string();
             let edits = Edits::between(&before, &lowered.graph);
-            let answer = Answer { edits, plan: &lowered.plan, digests, report: lowered.report, text };
+            let answer =
+                Answer { edits, decisions: &lowered.decisions, digests, report: lowered.report, text };
             let answer = serde_json::to_vec(&answer).expect("plain values with names");
-            Ok(Self { before, plan: lowered.plan, answer, after: Mutex::new(None) })
+            Ok(Self { before, decisions: lowered.decisions, answer, after: Mutex::new(None) })
         })
     }
 
@@ -88,7 +90,7 @@ impl Lowering {
     #[doc = stub!(Lowering.check)]
     fn check(&self, py: Python<'_>, after: &[u8]) -> PyResult<Vec<String>> {
         let findings = py
-            .detach(|| Ok(check(&self.before, &self.plan, self.after(after)?.as_ref())))
+            .detach(|| Ok(check(&self.before, &self.decisions, self.after(after)?.as_ref())))
             .map_err(refused)?;
         Ok(findings.iter().map(ToString::to_string).collect())
     }
@@ -97,7 +99,7 @@ impl Lowering {
     fn second_opinion(&self, py: Python<'_>, after: &[u8]) -> PyResult<(bool, String)> {
         let opinion = py.detach(|| {
             let after = self.after(after)?;
-            Ok(second_opinion(&self.before, &after, self.plan.numerics))
+            Ok(second_opinion(&self.before, &after, self.decisions.numerics))
         });
         Ok(match opinion.map_err(refused)? {
             Opinion::Equal => (true, "the programs were run, and agree".into()),

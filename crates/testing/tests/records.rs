@@ -1,8 +1,7 @@
 //! What a test leaves behind that needs what the machine has not. The inner tests run in a process of their own.
 
-use std::{fs, path::Path, process::Command};
-
 use antiphon_testing::{Need, need, program};
+use std::{fs, path::Path, process::Command};
 
 /// Runs one of the inner tests; whether it passed, and the record.
 fn run(test: &str, record: &Path, required: &str) -> (bool, String) {

@@ -5,12 +5,6 @@
 // input any more, and the peers' stores into its output have arrived. A flag is released and acquired, because it orders other
 // data.
 
-// The addresses of the tensors, in rank order. Rust's `Places` has the same layout.
-struct places {
-    const u8* input[MAX_WORLD];
-    u8* output[MAX_WORLD]; // for one-shot only this rank's
-};
-
 // Synchronises with the peers' blocks of this index, in the lanes from `first`; false if a peer is missing.
 DEVICE bool meet(const arguments& a, reader& r, u32 first) {
     __syncthreads();
@@ -72,16 +66,7 @@ template <bool PLAIN> DEVICE void two_shot_registered_of(const arguments& a, con
     if (!done) fill_nan(elements<PLAIN>(a.output, a.count), grid_thread(), grid_threads(), vectors);
 }
 
-#define REGISTERED(name, PLAIN)                                                                             \
-    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
-    name(const __grid_constant__ arguments a, const __grid_constant__ places p) {                           \
-        pdl_wait();                                                                                         \
-        const block_end end(a);                                                                             \
-        if (a.dependents == AT_START) pdl_launch_dependents();                                              \
-        PLAIN(a, p);                                                                                        \
-    }
-
-REGISTERED(one_shot_registered, one_shot_registered_of<false>)
-REGISTERED(one_shot_registered_plain, one_shot_registered_of<true>)
-REGISTERED(two_shot_registered, two_shot_registered_of<false>)
-REGISTERED(two_shot_registered_plain, two_shot_registered_of<true>)
+KERNEL_OF(one_shot_registered, places, p) { one_shot_registered_of<false>(a, p); }
+KERNEL_OF(one_shot_registered_plain, places, p) { one_shot_registered_of<true>(a, p); }
+KERNEL_OF(two_shot_registered, places, p) { two_shot_registered_of<false>(a, p); }
+KERNEL_OF(two_shot_registered_plain, places, p) { two_shot_registered_of<true>(a, p); }

@@ -1,9 +1,12 @@
 //! All-reduce on GPUs' registered memory; `registered.cuh` has the algorithms.
 
-use antiphon_device::cuda::{KernelArgument, Program, StreamRef};
+use antiphon_device::cuda::{Program, StreamRef};
 use antiphon_fabric::{
     Operation, RegisteredTensor, Registry, Signature,
-    gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, Tenant, Work, kernels},
+    gpu::{
+        Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, Tenant, Work, kernel_call,
+        kernels,
+    },
 };
 
 use super::Algorithm;
@@ -31,23 +34,21 @@ impl Family for Registered {
     type Arguments = Places;
     const NAME: &'static str = "registered.cuh";
     const SOURCES: &'static [Source] =
-        &[REDUCE, Source::new("all_reduce/registered.cuh", include_str!("registered.cuh"))];
+        &[REDUCE, Places::SOURCE, Source::new("all_reduce/registered.cuh", include_str!("registered.cuh"))];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
         self.0.define(program)
     }
 }
 
-/// `places` of registered.cuh.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Places {
-    input: [u64; MAX_WORLD],
-    output: [u64; MAX_WORLD],
+kernel_call! {
+    /// The addresses of the tensors, in rank order.
+    pub(crate) struct Places = "places" {
+        input: [*const u8; MAX_WORLD],
+        /// For one-shot only this rank's.
+        output: [*mut u8; MAX_WORLD],
+    }
 }
-
-// SAFETY: the layout of the kernel's struct: addresses.
-unsafe impl KernelArgument for Places {}
 
 /// Carries out an all-reduce of registered tensors.
 ///

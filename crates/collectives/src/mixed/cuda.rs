@@ -4,11 +4,14 @@ use std::ops::RangeInclusive;
 
 use antiphon_device::{
     ReduceOp,
-    cuda::{DeviceMemory, KernelArgument, Program, StreamRef},
+    cuda::{DeviceMemory, Program, StreamRef},
 };
 use antiphon_fabric::{
     Communicator, FabricError, Operation,
-    gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, THREADS, Work, kernels},
+    gpu::{
+        Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, THREADS, Work, kernel_call,
+        kernels,
+    },
 };
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 use antiphon_tuning::Key;
@@ -68,25 +71,27 @@ impl Family for Mixing {
     type Arguments = Blocks;
     const NAME: &'static str = "mixed.cuh";
     const SOURCES: &'static [Source] =
-        &[REDUCE, Source::new("mixed/kernels.cuh", include_str!("kernels.cuh"))];
+        &[REDUCE, Blocks::SOURCE, Source::new("mixed/kernels.cuh", include_str!("kernels.cuh"))];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
         self.sum.define(program).define("TP", self.tp).define("MAX_GROUPS", MAX_GROUPS)
     }
 }
 
-/// `blocks` of kernels.cuh.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Blocks {
-    at: [u64; MAX_GROUPS],
-    count: [u32; MAX_GROUPS],
-    even: u32,
-    most: u32,
+kernel_call! {
+    /// The blocks of the groups, of a launch.
+    #[derive(Debug, Default)]
+    pub(crate) struct Blocks = "blocks" {
+        /// Bytes from the start of the row of blocks.
+        at: [u64; MAX_GROUPS],
+        /// Elements.
+        count: [u32; MAX_GROUPS],
+        /// Whether all blocks have as many.
+        even: u32,
+        /// Elements of the longest.
+        most: u32,
+    }
 }
-
-// SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32, an even number.
-unsafe impl KernelArgument for Blocks {}
 
 /// The mixed collectives of a layout, on the GPUs of [`CudaCollectives`] of all its ranks. All ranks make the same calls in the same
 /// order, mixed with other calls as they like.

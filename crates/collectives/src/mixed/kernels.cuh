@@ -10,14 +10,6 @@
 constexpr u32 GROUPS = WORLD / TP;
 constexpr u32 MATES = TP - 1; // other ranks of a group
 
-// The blocks of the groups, of this launch. Rust's `Blocks` has the same layout.
-struct blocks {
-    u64 at[MAX_GROUPS];    // bytes from the start of the row of blocks
-    u32 count[MAX_GROUPS]; // elements
-    u32 even;              // whether all blocks have as many
-    u32 most;              // elements of the longest
-};
-
 DEVICE u32 group_of(u32 rank) { return rank / TP; }
 DEVICE u32 own_group(const arguments& a) { return a.rank / TP; }
 DEVICE u32 tp_rank_of(u32 rank) { return rank % TP; }
@@ -250,20 +242,11 @@ template <bool PLAIN> DEVICE void scatter_bytes1_of(const arguments& a, const bl
     if (!r.finish()) fail_block<PLAIN>(a, b, 0, 1);
 }
 
-#define MIXED(name, PLAIN)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
-    name(const __grid_constant__ arguments a, const __grid_constant__ blocks b) {                           \
-        pdl_wait();                                                                                         \
-        const block_end end(a);                                                                             \
-        if (a.dependents == AT_START) pdl_launch_dependents();                                              \
-        PLAIN(a, b);                                                                                        \
-    }
-
-MIXED(gather_waits, gather_waits_of<false>)
-MIXED(gather_waits_plain, gather_waits_of<true>)
-MIXED(gather_bytes1, gather_bytes1_of<false>)
-MIXED(gather_bytes1_plain, gather_bytes1_of<true>)
-MIXED(scatter_waits, scatter_waits_of<false>)
-MIXED(scatter_waits_plain, scatter_waits_of<true>)
-MIXED(scatter_bytes1, scatter_bytes1_of<false>)
-MIXED(scatter_bytes1_plain, scatter_bytes1_of<true>)
+KERNEL_OF(gather_waits, blocks, b) { gather_waits_of<false>(a, b); }
+KERNEL_OF(gather_waits_plain, blocks, b) { gather_waits_of<true>(a, b); }
+KERNEL_OF(gather_bytes1, blocks, b) { gather_bytes1_of<false>(a, b); }
+KERNEL_OF(gather_bytes1_plain, blocks, b) { gather_bytes1_of<true>(a, b); }
+KERNEL_OF(scatter_waits, blocks, b) { scatter_waits_of<false>(a, b); }
+KERNEL_OF(scatter_waits_plain, blocks, b) { scatter_waits_of<true>(a, b); }
+KERNEL_OF(scatter_bytes1, blocks, b) { scatter_bytes1_of<false>(a, b); }
+KERNEL_OF(scatter_bytes1_plain, blocks, b) { scatter_bytes1_of<true>(a, b); }

@@ -5,9 +5,13 @@ use antiphon_collectives::{
     all_reduce::{Algorithm, AllReduceOptions},
 };
 use antiphon_tensor::DType;
+use antiphon_testing::{
+    Alignment,
+    backend::{Backend, HostThreads},
+};
 
 use crate::{
-    harness::{Alignment, Backend, HostThreads, assert_same_bits},
+    harness::{CollectiveBackend, assert_same_bits},
     operations::{Rank, Way},
     values::{Values, any_bits, special_combinations},
 };
@@ -33,12 +37,12 @@ pub fn small_counts(dtype: DType) -> Vec<usize> {
 }
 
 /// Counts whose bytes are around the sizes at which tensors are cut.
-pub fn seams<B: Backend>(dtype: DType) -> Vec<usize> {
+pub fn seams<B: CollectiveBackend>(dtype: DType) -> Vec<usize> {
     let around = |bytes: &usize| (bytes / dtype.size() - 1)..=(bytes / dtype.size() + 1);
     B::SEAMS.iter().flat_map(around).collect()
 }
 
-fn every_way_gives_the_reduction_in_rank_order<B: Backend>(dtype: DType, world: usize) {
+fn every_way_gives_the_reduction_in_rank_order<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         let rank = Rank::<B>::new(&comm, dtype);
         for count in small_counts(dtype) {
@@ -51,7 +55,7 @@ fn every_way_gives_the_reduction_in_rank_order<B: Backend>(dtype: DType, world: 
     });
 }
 
-fn operators_on_bits_go_every_way<B: Backend>(dtype: DType, world: usize) {
+fn operators_on_bits_go_every_way<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         let rank = Rank::<B>::new(&comm, dtype);
         for count in small_counts(dtype).into_iter().chain([4099]) {
@@ -64,7 +68,7 @@ fn operators_on_bits_go_every_way<B: Backend>(dtype: DType, world: usize) {
     });
 }
 
-fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
+fn tensors_may_begin_anywhere<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         for alignment in [Alignment::Shifted, Alignment::Odd] {
             let rank = Rank::<B>::new(&comm, dtype).at(alignment);
@@ -77,7 +81,7 @@ fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
     });
 }
 
-fn results_are_as_close_to_f64_as_the_rule_says<B: Backend>(dtype: DType, world: usize) {
+fn results_are_as_close_to_f64_as_the_rule_says<B: CollectiveBackend>(dtype: DType, world: usize) {
     let inputs: Vec<Values> = (0..world).map(|rank| Values::moderate(dtype, rank as u64, 4099)).collect();
     let expected = expected::<B>(dtype, &inputs);
     for (op, expected) in &expected {
@@ -87,7 +91,7 @@ fn results_are_as_close_to_f64_as_the_rule_says<B: Backend>(dtype: DType, world:
 }
 
 /// Signed zeros, subnormals, infinities, NaNs with payloads, the ends of integers, in all combinations.
-fn special_values_follow_the_rules<B: Backend>(dtype: DType, world: usize) {
+fn special_values_follow_the_rules<B: CollectiveBackend>(dtype: DType, world: usize) {
     let inputs = special_combinations(dtype, world);
     let expected = expected::<B>(dtype, &inputs);
     for (op, expected) in &expected {
@@ -99,7 +103,7 @@ fn special_values_follow_the_rules<B: Backend>(dtype: DType, world: usize) {
     every_way_gives::<B>(dtype, &inputs, &expected);
 }
 
-fn pieces_join_without_a_seam<B: Backend>(dtype: DType, world: usize) {
+fn pieces_join_without_a_seam<B: CollectiveBackend>(dtype: DType, world: usize) {
     let longest = seams::<B>(dtype).into_iter().max().unwrap();
     let inputs: Vec<Values> = (0..world).map(|rank| Values::any_bits(dtype, rank as u64, longest)).collect();
     let expected = B::reduced(ReduceOp::Sum, &inputs, &B::nodes(world));
@@ -110,7 +114,7 @@ fn pieces_join_without_a_seam<B: Backend>(dtype: DType, world: usize) {
 }
 
 /// All 65,536 patterns meet others in another order on each rank.
-fn every_pattern_of_16_bits_is_reduced_alike<B: Backend>(dtype: DType, world: usize) {
+fn every_pattern_of_16_bits_is_reduced_alike<B: CollectiveBackend>(dtype: DType, world: usize) {
     let pattern = |rank: usize, i: u64| i * [1, 40_503, 25_173][rank] + 99 * rank as u64;
     let inputs: Vec<Values> =
         (0..world).map(|rank| Values::from_bits(dtype, (0..1 << 16).map(|i| pattern(rank, i)))).collect();
@@ -125,11 +129,11 @@ fn every_pattern_of_16_bits_is_reduced_alike<B: Backend>(dtype: DType, world: us
 }
 
 /// What each operator must give.
-fn expected<B: Backend>(dtype: DType, inputs: &[Values]) -> Vec<(ReduceOp, Values)> {
+fn expected<B: CollectiveBackend>(dtype: DType, inputs: &[Values]) -> Vec<(ReduceOp, Values)> {
     B::operators(dtype).iter().map(|&op| (op, B::reduced(op, inputs, &B::nodes(inputs.len())))).collect()
 }
 
-fn every_way_gives<B: Backend>(dtype: DType, inputs: &[Values], expected: &[(ReduceOp, Values)]) {
+fn every_way_gives<B: CollectiveBackend>(dtype: DType, inputs: &[Values], expected: &[(ReduceOp, Values)]) {
     B::run(inputs.len(), |comm| {
         let rank = Rank::<B>::new(&comm, dtype);
         for (op, expected) in expected {
@@ -140,7 +144,7 @@ fn every_way_gives<B: Backend>(dtype: DType, inputs: &[Values], expected: &[(Red
     });
 }
 
-fn the_choice_of_algorithm_is_equal_on_all_ranks<B: Backend>(world: usize) {
+fn the_choice_of_algorithm_is_equal_on_all_ranks<B: CollectiveBackend>(world: usize) {
     let chosen = B::run(world, |comm| {
         (0..28).map(|power| comm.algorithm_for(1 << power).to_string()).collect::<Vec<String>>()
     });

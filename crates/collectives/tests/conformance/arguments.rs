@@ -6,7 +6,7 @@ use antiphon_operation::{Call, Operation, Root};
 use antiphon_tensor::{DType, Device};
 
 use crate::{
-    harness::{Backend, Like, Loose},
+    harness::{CollectiveBackend, Like, Loose},
     operations::{Rank, Way, calls_of, operations},
 };
 
@@ -27,19 +27,24 @@ conformance! {
 }
 
 /// A call with tensors that look like these, of whose elements none is used.
-fn attempt<B: Backend>(comm: &B, call: &Call<'_>, input: Option<Like>, output: Option<Like>) -> Result<()> {
+fn attempt<B: CollectiveBackend>(
+    comm: &B,
+    call: &Call<'_>,
+    input: Option<Like>,
+    output: Option<Like>,
+) -> Result<()> {
     let loose = |like: Option<Like>| like.map(|like| Loose::new(comm, like));
     let (mut input, mut output) = (loose(input), loose(output));
     comm.call(call, input.as_mut().map(Loose::view), output.as_mut().map(Loose::view_mut))
 }
 
 /// Attempts a call with contiguous tensors of `input` and of `output` elements of f32.
-fn of_lengths<B: Backend>(comm: &B, call: &Call<'_>, input: usize, output: usize) -> Result<()> {
+fn of_lengths<B: CollectiveBackend>(comm: &B, call: &Call<'_>, input: usize, output: usize) -> Result<()> {
     attempt(comm, call, Some(Like::of(DType::F32, input)), Some(Like::of(DType::F32, output)))
 }
 
 /// Every operation as this rank calls it, being its root, with the elements of its input and output.
-fn fitting<B: Backend>(comm: &B) -> impl Iterator<Item = (Call<'static>, usize, usize)> {
+fn fitting<B: CollectiveBackend>(comm: &B) -> impl Iterator<Item = (Call<'static>, usize, usize)> {
     let (me, world, count) = (comm.rank(), comm.world_size(), 6);
     operations().map(move |operation| {
         let call = calls_of(operation, count, world)[me].clone().with_root(me);
@@ -50,7 +55,7 @@ fn fitting<B: Backend>(comm: &B) -> impl Iterator<Item = (Call<'static>, usize, 
 }
 
 /// Every call is refused on every rank with such an error, and its text says all that; then ranks still work together.
-fn refused<B: Backend>(
+fn refused<B: CollectiveBackend>(
     comm: &B,
     calls: impl IntoIterator<Item = Result<()>>,
     with: impl Fn(&CollectiveError) -> bool,
@@ -65,7 +70,7 @@ fn refused<B: Backend>(
     Rank::<B>::new(comm, DType::F32).all_reduce(3, ReduceOp::Sum, Way::Automatic);
 }
 
-fn tensors_of_different_dtypes<B: Backend>(world: usize) {
+fn tensors_of_different_dtypes<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let calls = fitting(&comm).map(|(call, input, output)| {
             attempt(&comm, &call, Some(Like::of(DType::F32, input)), Some(Like::of(DType::I32, output)))
@@ -77,7 +82,7 @@ fn tensors_of_different_dtypes<B: Backend>(world: usize) {
     });
 }
 
-fn reductions_that_a_dtype_does_not_have<B: Backend>(world: usize) {
+fn reductions_that_a_dtype_does_not_have<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let reductions = || fitting(&comm).filter(|(call, ..)| call.operation.row().reduces);
         for op in [ReduceOp::Band, ReduceOp::Bor, ReduceOp::Bxor] {
@@ -95,7 +100,7 @@ fn reductions_that_a_dtype_does_not_have<B: Backend>(world: usize) {
     });
 }
 
-fn outputs_of_the_wrong_length<B: Backend>(world: usize) {
+fn outputs_of_the_wrong_length<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let call = |operation| Call::new(operation).with_root(comm.rank());
         let alike = [Operation::AllReduce, Operation::Reduce, Operation::Broadcast];
@@ -118,7 +123,7 @@ fn outputs_of_the_wrong_length<B: Backend>(world: usize) {
     });
 }
 
-fn rows_that_do_not_divide<B: Backend>(world: usize) {
+fn rows_that_do_not_divide<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let count = 4 * world + 1;
         let in_place = |operation| {
@@ -137,7 +142,7 @@ fn rows_that_do_not_divide<B: Backend>(world: usize) {
     });
 }
 
-fn strided_tensors<B: Backend>(world: usize) {
+fn strided_tensors<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let like = |count, stride| Some(Like { dtype: DType::F32, count, stride });
         // Where parts are uneven, a rank may have fewer than two elements, which are contiguous.
@@ -164,7 +169,7 @@ fn strided_tensors<B: Backend>(world: usize) {
     });
 }
 
-fn tensors_on_another_device<B: Backend>(world: usize) {
+fn tensors_on_another_device<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         // No backend of these tests serves that one.
         let elsewhere = if comm.device() == Device::Host { Device::Cuda(77) } else { Device::Host };
@@ -179,7 +184,7 @@ fn tensors_on_another_device<B: Backend>(world: usize) {
     });
 }
 
-fn roots_that_do_not_exist<B: Backend>(world: usize) {
+fn roots_that_do_not_exist<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let root = world + 41;
         let rooted = || fitting(&comm).filter(|(call, ..)| call.operation.row().root.is_some());
@@ -197,7 +202,7 @@ fn roots_that_do_not_exist<B: Backend>(world: usize) {
     });
 }
 
-fn roots_without_their_tensor<B: Backend>(world: usize) {
+fn roots_without_their_tensor<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let me = comm.rank();
         let lacks = |lacking: &'static str| move |error: &CollectiveError| matches!(error, CollectiveError::Missing { which, rank, .. } if (*which, *rank) == (lacking, me));
@@ -213,7 +218,7 @@ fn roots_without_their_tensor<B: Backend>(world: usize) {
     });
 }
 
-fn lists_of_counts_that_are_not_one_per_rank<B: Backend>(world: usize) {
+fn lists_of_counts_that_are_not_one_per_rank<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let good = vec![1; world];
         for wrong_len in [world - 1, world + 1] {
@@ -237,7 +242,7 @@ fn lists_of_counts_that_are_not_one_per_rank<B: Backend>(world: usize) {
     });
 }
 
-fn counts_that_do_not_sum_up<B: Backend>(world: usize) {
+fn counts_that_do_not_sum_up<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let (threes, fours) = (vec![3; world], vec![4; world]);
         let call = |sends: &[usize], receives: &[usize]| {
@@ -254,7 +259,7 @@ fn counts_that_do_not_sum_up<B: Backend>(world: usize) {
 }
 
 /// The counts are right modulo 2⁶⁴.
-fn counts_whose_sum_overflows<B: Backend>(world: usize) {
+fn counts_whose_sum_overflows<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let counts = [usize::MAX, 1 + 4];
         let call = Call::all_to_all_v(&counts, &counts);
@@ -263,7 +268,7 @@ fn counts_whose_sum_overflows<B: Backend>(world: usize) {
     });
 }
 
-fn ranks_that_do_not_exist<B: Backend>(world: usize) {
+fn ranks_that_do_not_exist<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let call = |to, from| {
             let [mut input, mut output] = [(); 2].map(|()| Loose::new(&comm, Like::of(DType::F32, 4)));
@@ -277,7 +282,7 @@ fn ranks_that_do_not_exist<B: Backend>(world: usize) {
     });
 }
 
-fn a_refusal_on_one_rank_does_not_affect_the_others<B: Backend>(world: usize) {
+fn a_refusal_on_one_rank_does_not_affect_the_others<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         if comm.rank() == 1 {
             of_lengths(&comm, &Call::new(Operation::AllReduce), 7, 6).unwrap_err();

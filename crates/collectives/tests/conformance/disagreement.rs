@@ -13,7 +13,7 @@ use antiphon_operation::{Call, Operation};
 use antiphon_tensor::DType;
 
 use crate::{
-    harness::{Backend, Like, Loose},
+    harness::{CollectiveBackend, Like, Loose},
     operations::{Rank, Way, calls_of, operations},
 };
 
@@ -32,7 +32,7 @@ conformance! {
 pub type Named<'c, B> = (&'c (dyn Fn(&B) -> Result<()> + Sync), &'c str);
 
 /// The last rank makes one call, the others another.
-pub fn disagree<B: Backend>(world: usize, others: Named<'_, B>, last: Named<'_, B>) {
+pub fn disagree<B: CollectiveBackend>(world: usize, others: Named<'_, B>, last: Named<'_, B>) {
     let errors = B::run(world, |comm| {
         // The table of algorithms is loaded by the first all-reduce, kernels too; see `in_the_very_first_call`.
         Rank::<B>::new(&comm, DType::F32).all_reduce(1, ReduceOp::Sum, Way::Automatic);
@@ -63,7 +63,7 @@ pub fn disagree<B: Backend>(world: usize, others: Named<'_, B>, last: Named<'_, 
 }
 
 /// The communicator answers with the first error from then on.
-pub fn every_operation_fails<B: Backend>(comm: &B, first: &FabricError) {
+pub fn every_operation_fails<B: CollectiveBackend>(comm: &B, first: &FabricError) {
     for operation in operations().chain([Operation::Barrier]) {
         match plain(comm, operation, DType::F32, 2) {
             Err(CollectiveError::Fabric(FabricError::Failed(cause))) => {
@@ -75,7 +75,7 @@ pub fn every_operation_fails<B: Backend>(comm: &B, first: &FabricError) {
 }
 
 /// Calls an operation on blocks of `count` elements.
-pub fn plain<B: Backend>(comm: &B, operation: Operation, dtype: DType, count: usize) -> Result<()> {
+pub fn plain<B: CollectiveBackend>(comm: &B, operation: Operation, dtype: DType, count: usize) -> Result<()> {
     let call = match operation {
         Operation::Barrier => Call::new(operation),
         _ => calls_of(operation, count, comm.world_size()).swap_remove(comm.rank()),
@@ -84,7 +84,7 @@ pub fn plain<B: Backend>(comm: &B, operation: Operation, dtype: DType, count: us
 }
 
 /// A call with tensors of the lengths that it asks for.
-pub fn make<B: Backend>(comm: &B, call: &Call<'_>, dtype: DType, count: usize) -> Result<()> {
+pub fn make<B: CollectiveBackend>(comm: &B, call: &Call<'_>, dtype: DType, count: usize) -> Result<()> {
     let (me, world) = (comm.rank(), comm.world_size());
     if call.operation == Operation::Barrier {
         return comm.call(call, None, None);
@@ -94,7 +94,7 @@ pub fn make<B: Backend>(comm: &B, call: &Call<'_>, dtype: DType, count: usize) -
     comm.call(call, Some(input.view()), Some(output.view_mut()))
 }
 
-fn about_the_count<B: Backend>(world: usize) {
+fn about_the_count<B: CollectiveBackend>(world: usize) {
     use Operation::{AllGather, AllReduce, Broadcast};
     let f32s = |operation, count| move |comm: &B| plain(comm, operation, DType::F32, count);
     disagree::<B>(
@@ -122,7 +122,7 @@ fn about_the_count<B: Backend>(world: usize) {
     );
 }
 
-fn about_the_dtype<B: Backend>(world: usize) {
+fn about_the_dtype<B: CollectiveBackend>(world: usize) {
     let nine = |operation, dtype| move |comm: &B| plain(comm, operation, dtype, 9);
     disagree::<B>(
         world,
@@ -136,7 +136,7 @@ fn about_the_dtype<B: Backend>(world: usize) {
     );
 }
 
-fn about_the_operator<B: Backend>(world: usize) {
+fn about_the_operator<B: CollectiveBackend>(world: usize) {
     let by = |operation, op| move |comm: &B| make(comm, &Call::new(operation).with_op(op), DType::F32, 6);
     disagree::<B>(
         world,
@@ -150,7 +150,7 @@ fn about_the_operator<B: Backend>(world: usize) {
     );
 }
 
-fn about_the_root<B: Backend>(world: usize) {
+fn about_the_root<B: CollectiveBackend>(world: usize) {
     for (operation, text) in
         [(Operation::Broadcast, "broadcast(5 × f32, "), (Operation::Reduce, "reduce(5 × f32, sum, ")]
     {
@@ -160,7 +160,7 @@ fn about_the_root<B: Backend>(world: usize) {
     }
 }
 
-fn about_the_algorithm<B: Backend>(world: usize) {
+fn about_the_algorithm<B: CollectiveBackend>(world: usize) {
     let by = |algorithm: Algorithm| {
         move |comm: &B| {
             let [mut input, mut output] = [(); 2].map(|()| Loose::new(comm, Like::of(DType::F32, 100)));
@@ -171,7 +171,7 @@ fn about_the_algorithm<B: Backend>(world: usize) {
     disagree::<B>(world, (&by(Algorithm::OneShot), "one-shot"), (&by(Algorithm::TwoShot), "two-shot"));
 }
 
-fn about_the_operation<B: Backend>(world: usize) {
+fn about_the_operation<B: CollectiveBackend>(world: usize) {
     use Operation::{AllReduce, AllToAll, Broadcast, ReduceScatter};
     let f32s = |operation, count| move |comm: &B| plain(comm, operation, DType::F32, count);
     disagree::<B>(
@@ -186,7 +186,7 @@ fn about_the_operation<B: Backend>(world: usize) {
     );
 }
 
-fn about_the_order<B: Backend>(world: usize) {
+fn about_the_order<B: CollectiveBackend>(world: usize) {
     let both = |first, second| {
         move |comm: &B| {
             plain(comm, first, DType::U8, 5)?;
@@ -200,7 +200,7 @@ fn about_the_order<B: Backend>(world: usize) {
     );
 }
 
-fn about_a_barrier<B: Backend>(world: usize) {
+fn about_a_barrier<B: CollectiveBackend>(world: usize) {
     let barrier = |comm: &B| plain(comm, Operation::Barrier, DType::F32, 0);
     let reduce = |comm: &B| plain(comm, Operation::AllReduce, DType::F32, 9);
     disagree::<B>(world, (&barrier, "barrier"), (&reduce, "all_reduce(9 × f32, sum"));

@@ -1,10 +1,11 @@
 //! Every rank sends to one and receives from another at once.
 
 use antiphon_tensor::DType;
+use antiphon_testing::Alignment;
 
 use crate::{
     all_reduce::{seams, small_counts},
-    harness::{Alignment, Backend},
+    harness::CollectiveBackend,
     messages::PACKET,
     operations::Rank,
 };
@@ -15,7 +16,7 @@ conformance! {
     messages_of_any_size_go_both_ways_at_once: [f32 bf16 u8], [world_1 world_2 world_3 world_5];
 }
 
-fn everyone_passes_a_message_round_the_ring<B: Backend>(dtype: DType, world: usize) {
+fn everyone_passes_a_message_round_the_ring<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         let rank = Rank::<B>::new(&comm, dtype);
         for count in small_counts(dtype).into_iter().chain([4099]) {
@@ -24,7 +25,7 @@ fn everyone_passes_a_message_round_the_ring<B: Backend>(dtype: DType, world: usi
     });
 }
 
-fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
+fn tensors_may_begin_anywhere<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         for alignment in [Alignment::Shifted, Alignment::Odd] {
             let rank = Rank::<B>::new(&comm, dtype).at(alignment);
@@ -35,7 +36,7 @@ fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
     });
 }
 
-fn messages_of_any_size_go_both_ways_at_once<B: Backend>(dtype: DType, world: usize) {
+fn messages_of_any_size_go_both_ways_at_once<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         let rank = Rank::<B>::new(&comm, dtype);
         let packet = PACKET / dtype.size();

@@ -13,7 +13,7 @@ use antiphon_tensor::{DType, TensorView};
 
 use crate::{
     disagreement::{disagree, every_operation_fails, make, plain},
-    harness::Backend,
+    harness::CollectiveBackend,
     operations::Rank,
 };
 
@@ -33,7 +33,7 @@ conformance_on_host_and_nodes! {
 }
 
 /// Ranks that give to another root, or get from one, by messages: no rank that needs nothing of the others waits for them.
-fn about_the_root_of_messages<B: Backend>(world: usize) {
+fn about_the_root_of_messages<B: CollectiveBackend>(world: usize) {
     use Operation::{Gather, Scatter};
     for operation in [Gather, Scatter] {
         let to = |root| move |comm: &B| make(comm, &Call::new(operation).with_root(root), DType::I8, 5);
@@ -46,7 +46,7 @@ fn about_the_root_of_messages<B: Backend>(world: usize) {
 }
 
 /// An even and an uneven all-to-all are not the same call, even when they move the same blocks.
-fn about_even_and_uneven_blocks<B: Backend>(world: usize) {
+fn about_even_and_uneven_blocks<B: CollectiveBackend>(world: usize) {
     let even = |comm: &B| plain(comm, Operation::AllToAll, DType::I64, 1);
     let ones = vec![1; world];
     let uneven = |comm: &B| {
@@ -57,14 +57,14 @@ fn about_even_and_uneven_blocks<B: Backend>(world: usize) {
 }
 
 /// Many pieces against none.
-fn about_some_elements_or_none<B: Backend>(world: usize) {
+fn about_some_elements_or_none<B: CollectiveBackend>(world: usize) {
     let of = |count| move |comm: &B| plain(comm, Operation::Broadcast, DType::U8, count);
     disagree::<B>(world, (&of(1 << 20), "broadcast(1048576 × u8"), (&of(0), "broadcast(0 × u8"));
 }
 
 type Fused<'c, B> = &'c (dyn Fn(&B) -> Result<(), CollectiveError> + Sync);
 
-fn about_a_fused_call<B: Backend>(world: usize) {
+fn about_a_fused_call<B: CollectiveBackend>(world: usize) {
     let fused = |comm: &B, tokens, hidden, accumulation| {
         let (input, mut sum) = (vec![0f32; tokens * hidden], vec![0f32; tokens * hidden]);
         let input = TensorView::new(&input, &[tokens, hidden]).unwrap();
@@ -87,7 +87,7 @@ fn about_a_fused_call<B: Backend>(world: usize) {
 }
 
 /// Also when nothing was called before, the error speaks of what the user called.
-fn in_the_very_first_call<B: Backend>(world: usize) {
+fn in_the_very_first_call<B: CollectiveBackend>(world: usize) {
     let errors = B::run(world, |comm| {
         let operation = if comm.rank() == 0 { Operation::AllReduce } else { Operation::Broadcast };
         plain(&comm, operation, DType::F32, 9).unwrap_err().to_string()
@@ -98,7 +98,7 @@ fn in_the_very_first_call<B: Backend>(world: usize) {
 }
 
 /// The background has an order of its own, so no mismatch is found; but no rank waits longer than the timeout.
-fn one_rank_in_the_background<B: Backend>(world: usize) {
+fn one_rank_in_the_background<B: CollectiveBackend>(world: usize) {
     let errors = B::run(world, |comm| {
         comm.set_timeout(Duration::from_millis(300)); // of this behaviour alone, which runs into it
         let start = Instant::now();
@@ -113,7 +113,7 @@ fn one_rank_in_the_background<B: Backend>(world: usize) {
     assert!(errors.iter().any(named), "{errors:?}");
 }
 
-fn one_rank_that_leaves<B: Backend>(world: usize) {
+fn one_rank_that_leaves<B: CollectiveBackend>(world: usize) {
     let last = world - 1;
     B::run(world, |comm| {
         if comm.rank() == last {
@@ -137,7 +137,7 @@ fn one_rank_that_leaves<B: Backend>(world: usize) {
 
 /// Some ranks disagree while others still wake up to find that they agreed just before: those that rank 0, which is
 /// late, wakes after rank 1.
-fn a_call_that_all_agreed_on_is_not_aborted_by_the_next<B: Backend>(world: usize) {
+fn a_call_that_all_agreed_on_is_not_aborted_by_the_next<B: CollectiveBackend>(world: usize) {
     for _ in 0..10 {
         B::run(world, |comm| {
             if comm.rank() == 0 {
@@ -155,7 +155,7 @@ fn is_failed<R>(result: Result<R, FabricError>) -> bool {
     matches!(result, Err(FabricError::Failed(_)))
 }
 
-fn after_a_mismatch_everything_fails<B: Backend>(world: usize) {
+fn after_a_mismatch_everything_fails<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         comm.broadcast(&mut vec![0u8; 1 + comm.rank()], 0).unwrap_err();
         assert!(is_failed(comm.send(&[1u8], 1 - comm.rank())), "send");
@@ -172,7 +172,7 @@ fn after_a_mismatch_everything_fails<B: Backend>(world: usize) {
     });
 }
 
-fn after_a_message_mismatch_collectives_fail_too<B: Backend>(world: usize) {
+fn after_a_message_mismatch_collectives_fail_too<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         match comm.rank() {
             0 => comm.send(&vec![0f32; 1 << 20], 1).unwrap_err(),
@@ -183,7 +183,7 @@ fn after_a_message_mismatch_collectives_fail_too<B: Backend>(world: usize) {
     });
 }
 
-fn counts_that_do_not_match_are_named_on_every_rank<B: Backend>(world: usize) {
+fn counts_that_do_not_match_are_named_on_every_rank<B: CollectiveBackend>(world: usize) {
     let last = world - 1;
     B::run(world, |comm| {
         let me = comm.rank();
@@ -206,7 +206,7 @@ fn counts_that_do_not_match_are_named_on_every_rank<B: Backend>(world: usize) {
 }
 
 /// As many elements in all, cut in another way.
-fn ranks_that_list_other_counts_are_told<B: Backend>(world: usize) {
+fn ranks_that_list_other_counts_are_told<B: CollectiveBackend>(world: usize) {
     let errors = B::run(world, |comm| {
         let mut counts = vec![4; world];
         if comm.rank() == 0 {

@@ -3,10 +3,11 @@
 use antiphon_collectives::Call;
 use antiphon_operation::Operation;
 use antiphon_tensor::DType;
+use antiphon_testing::Alignment;
 
 use crate::{
     all_reduce::small_counts,
-    harness::{Alignment, Backend},
+    harness::CollectiveBackend,
     operations::{Content, Rank, calls_of, operations},
     values::Values,
 };
@@ -22,11 +23,11 @@ conformance! {
     rows_may_fill_a_mailbox: [bf16], [world_9];
 }
 
-fn every_operation_gives_what_its_row_says<B: Backend>(dtype: DType, world: usize) {
+fn every_operation_gives_what_its_row_says<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| every_operation::<B>(&Rank::new(&comm, dtype), &small_counts(dtype)));
 }
 
-fn reductions_are_by_any_operator<B: Backend>(dtype: DType, world: usize) {
+fn reductions_are_by_any_operator<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         let rank = Rank::<B>::new(&comm, dtype);
         for operation in operations().filter(|operation| operation.row().reduces) {
@@ -38,7 +39,7 @@ fn reductions_are_by_any_operator<B: Backend>(dtype: DType, world: usize) {
     });
 }
 
-fn any_rank_may_be_the_root<B: Backend>(dtype: DType, world: usize) {
+fn any_rank_may_be_the_root<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         let rank = Rank::<B>::new(&comm, dtype);
         for operation in operations().filter(|operation| operation.row().root.is_some()) {
@@ -50,7 +51,7 @@ fn any_rank_may_be_the_root<B: Backend>(dtype: DType, world: usize) {
 }
 
 /// Words of ones, with which some kernels mark what has not come yet, alone and among others.
-fn words_that_mean_not_arrived_are_moved_like_others<B: Backend>(dtype: DType, world: usize) {
+fn words_that_mean_not_arrived_are_moved_like_others<B: CollectiveBackend>(dtype: DType, world: usize) {
     fn bytes(dtype: DType, count: usize, byte: impl Fn(usize) -> u8) -> Values {
         Values::from_bytes(dtype, (0..count * dtype.size()).map(byte).collect())
     }
@@ -67,7 +68,7 @@ fn words_that_mean_not_arrived_are_moved_like_others<B: Backend>(dtype: DType, w
 }
 
 /// Where only the root's tensor counts, the others may pass one of another dtype, of another length, strided.
-fn what_others_than_the_root_pass_does_not_matter<B: Backend>(dtype: DType, world: usize) {
+fn what_others_than_the_root_pass_does_not_matter<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         let rank = Rank::<B>::new(&comm, dtype).with_strange_tensors();
         for operation in operations().filter(|operation| operation.row().root.is_some()) {
@@ -76,7 +77,7 @@ fn what_others_than_the_root_pass_does_not_matter<B: Backend>(dtype: DType, worl
     });
 }
 
-fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
+fn tensors_may_begin_anywhere<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         for alignment in [Alignment::Shifted, Alignment::Odd] {
             every_operation::<B>(&Rank::new(&comm, dtype).at(alignment), &[0, 3, 65, 4099]);
@@ -84,14 +85,14 @@ fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
     });
 }
 
-fn pieces_join_without_a_seam<B: Backend>(dtype: DType, world: usize) {
+fn pieces_join_without_a_seam<B: CollectiveBackend>(dtype: DType, world: usize) {
     let cut = cut(dtype, world);
     let counts = [cut - 1, cut, cut + 1, 2 * cut, 2 * cut + 1, 8 * cut + 1, 3_000_001 / dtype.size()];
     B::run(world, |comm| every_operation::<B>(&Rank::new(&comm, dtype), &counts));
 }
 
 /// So many ranks that what goes in one round is bounded by the mailbox.
-fn rows_may_fill_a_mailbox<B: Backend>(dtype: DType, world: usize) {
+fn rows_may_fill_a_mailbox<B: CollectiveBackend>(dtype: DType, world: usize) {
     let cut = cut(dtype, world);
     B::run(world, |comm| every_operation::<B>(&Rank::new(&comm, dtype), &[cut - 1, cut, cut + 1]));
 }
@@ -102,7 +103,7 @@ fn cut(dtype: DType, world: usize) -> usize {
 }
 
 /// Every operation of the table, with every count and with some root for each.
-fn every_operation<B: Backend>(rank: &Rank<'_, B>, counts: &[usize]) {
+fn every_operation<B: CollectiveBackend>(rank: &Rank<'_, B>, counts: &[usize]) {
     for operation in operations().filter(|&operation| operation != Operation::AllReduce) {
         for (i, &count) in counts.iter().enumerate() {
             let calls = calls_of(operation, count, rank.world());

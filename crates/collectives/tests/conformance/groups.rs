@@ -5,7 +5,7 @@ use antiphon_operation::{Call, Operation};
 use antiphon_tensor::DType;
 
 use crate::{
-    harness::Backend,
+    harness::CollectiveBackend,
     operations::{Rank, Way},
 };
 
@@ -18,7 +18,7 @@ conformance! {
     many_ranks_work_together: any_dtype, [world_64];
 }
 
-fn each_group_reduces_for_itself<B: Backend>(world: usize) {
+fn each_group_reduces_for_itself<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let color = comm.rank() % 2;
         let group = comm.group(Some(color as u64), 0).expect("a group");
@@ -39,7 +39,7 @@ fn each_group_reduces_for_itself<B: Backend>(world: usize) {
     });
 }
 
-fn groups_split_further<B: Backend>(world: usize) {
+fn groups_split_further<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let half = comm.group(Some(comm.rank() as u64 / 4), 0).expect("a half");
         let pair = half.group(Some(half.rank() as u64 / 2), 0).expect("a pair");
@@ -59,7 +59,7 @@ fn groups_split_further<B: Backend>(world: usize) {
     });
 }
 
-fn the_key_orders_a_group<B: Backend>(world: usize) {
+fn the_key_orders_a_group<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let reversed = comm.group(Some(0), -(comm.rank() as i64)).expect("a group");
         assert_eq!(reversed.rank(), world - 1 - comm.rank());
@@ -69,7 +69,7 @@ fn the_key_orders_a_group<B: Backend>(world: usize) {
     });
 }
 
-fn a_rank_without_colour_joins_no_group<B: Backend>(world: usize) {
+fn a_rank_without_colour_joins_no_group<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let color = (comm.rank() % 2 == 0).then_some(u64::MAX);
         let group = comm.group(color, 0);
@@ -82,7 +82,7 @@ fn a_rank_without_colour_joins_no_group<B: Backend>(world: usize) {
     });
 }
 
-fn a_group_that_fails_leaves_the_others_working<B: Backend>(world: usize) {
+fn a_group_that_fails_leaves_the_others_working<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let color = comm.rank() / 2;
         let group = comm.group(Some(color as u64), 0).expect("a group");
@@ -97,7 +97,7 @@ fn a_group_that_fails_leaves_the_others_working<B: Backend>(world: usize) {
     });
 }
 
-fn many_ranks_work_together<B: Backend>(world: usize) {
+fn many_ranks_work_together<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let rank = Rank::<B>::new(&comm, DType::F32);
         comm.barrier().unwrap();

@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use antiphon_tensor::DType;
+use antiphon_testing::Alignment;
 
 use crate::{
-    harness::{Alignment, Backend},
+    harness::CollectiveBackend,
     operations::{Rank, Way, calls_of, operations},
     values::Bits,
 };
@@ -14,7 +15,7 @@ conformance! {
     two_thousand_calls_in_random_order_with_random_delays: any_dtype, [world_2 world_3 world_4];
 }
 
-fn two_thousand_calls_in_random_order_with_random_delays<B: Backend>(world: usize) {
+fn two_thousand_calls_in_random_order_with_random_delays<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let kinds =
             DType::NUMERIC.iter().flat_map(|&dtype| [(dtype, Alignment::Aligned), (dtype, Alignment::Odd)]);
@@ -31,7 +32,7 @@ fn two_thousand_calls_in_random_order_with_random_delays<B: Backend>(world: usiz
     });
 }
 
-fn any_call<B: Backend>(rank: &Rank<'_, B>, order: &mut Bits) {
+fn any_call<B: CollectiveBackend>(rank: &Rank<'_, B>, order: &mut Bits) {
     let count = match order.below(20) {
         0 => 0,
         1..16 => order.below(100),

@@ -1,6 +1,6 @@
 //! What every backend does, as the ranks of a world see it.
 //!
-//! A *behaviour* is a function over a [`Backend`](harness::Backend), mostly a dtype, and a world size.
+//! A *behaviour* is a function over a [`CollectiveBackend`](harness::CollectiveBackend), mostly a dtype, and a world size.
 //! [`conformance!`] makes tests of it for every backend there is, which so all carry the same names:
 //! `all_reduce::host_threads::special_values_follow_the_rules::bf16::world_3`. A new backend adds its module there. Where a
 //! world costs more to make, one test has all dtypes, and there are fewer worlds:
@@ -13,7 +13,7 @@
 //!
 //! | module | what it holds |
 //! | --- | --- |
-//! | `harness` | the backends, and tensors that notice a write beside them |
+//! | `harness` | the collectives of each backend, and tensors of values |
 //! | `values` | inputs: any bits, moderate numbers, special values |
 //! | `operations` | every operation, called once and compared with what it must give |
 //! | the others | the behaviours |
@@ -70,7 +70,7 @@ macro_rules! conformance_on_host {
         mod host_threads {
             $(mod $behaviour {
                 use super::super::$behaviour as behaviour;
-                instantiate!($dtypes, $worlds, crate::harness::HostThreads);
+                instantiate!($dtypes, $worlds, antiphon_testing::backend::HostThreads);
             })*
         }
 
@@ -78,7 +78,7 @@ macro_rules! conformance_on_host {
             $(mod $behaviour {
                 #[allow(unused_imports)]
                 use super::super::$behaviour as behaviour;
-                with_all_dtypes!($dtypes, crate::harness::HostProcesses);
+                with_all_dtypes!($dtypes, antiphon_testing::backend::HostProcesses);
                 one_world_of_processes!($worlds);
             })*
         }
@@ -108,13 +108,13 @@ macro_rules! for_any_backend {
     };
     ([$($dtype:ident)*]) => {
         #[allow(dead_code)]
-        fn run<B: crate::harness::Backend>(world: usize) {
+        fn run<B: crate::harness::CollectiveBackend>(world: usize) {
             $(behaviour::<B>(crate::harness::dtype(stringify!($dtype)), world);)*
         }
     };
     (any_dtype) => {
         #[allow(dead_code)]
-        fn run<B: crate::harness::Backend>(world: usize) {
+        fn run<B: crate::harness::CollectiveBackend>(world: usize) {
             behaviour::<B>(world);
         }
     };
@@ -196,7 +196,7 @@ macro_rules! for_worlds {
     ([$($world:ident)*]) => {$(
         #[test]
         fn $world() {
-            run(crate::harness::world_size(stringify!($world)));
+            run(antiphon_testing::backend::world_size(stringify!($world)));
         }
     )*};
 }
@@ -232,7 +232,7 @@ macro_rules! one_world_of_processes {
     (@ $world:ident) => {
         #[test]
         fn $world() {
-            crate::harness::in_processes(module_path!(), stringify!($world), run);
+            antiphon_testing::backend::in_processes(module_path!(), stringify!($world), run);
         }
     };
 }
@@ -251,7 +251,7 @@ macro_rules! world_of_gpus {
     (@ $world:ident) => {
         #[test]
         fn $world() {
-            crate::harness::on_gpus(stringify!($world), run);
+            antiphon_testing::backend::on_gpus(stringify!($world), run);
         }
     };
     ($other:ident) => {};
@@ -260,11 +260,6 @@ macro_rules! world_of_gpus {
 #[macro_use]
 #[path = "../by_name/mod.rs"]
 mod by_name;
-#[path = "../gpus/mod.rs"]
-mod gpus;
-#[path = "../../../fabric/tests/processes/mod.rs"]
-mod processes;
-
 mod harness;
 mod operations;
 mod values;

@@ -7,7 +7,7 @@ use antiphon_fabric::{Communicator, FabricError, Source};
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
 use crate::{
-    harness::{Backend, assert_same_bits},
+    harness::{CollectiveBackend, assert_same_bits},
     operations::Rank,
     values::any_bits,
 };
@@ -38,7 +38,7 @@ fn next_and_previous(comm: &Communicator) -> (usize, usize) {
     ((rank + 1) % world, (rank + world - 1) % world)
 }
 
-fn messages_arrive_in_the_order_they_were_sent<B: Backend>(world: usize) {
+fn messages_arrive_in_the_order_they_were_sent<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let (next, previous) = next_and_previous(&comm);
         let sends: Vec<_> =
@@ -54,7 +54,7 @@ fn messages_arrive_in_the_order_they_were_sent<B: Backend>(world: usize) {
     });
 }
 
-fn small_messages_do_not_wait_for_the_receiver<B: Backend>(world: usize) {
+fn small_messages_do_not_wait_for_the_receiver<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let (next, previous) = next_and_previous(&comm);
         let message = any_bits::<u8>(comm.rank() as u64, RING);
@@ -65,7 +65,7 @@ fn small_messages_do_not_wait_for_the_receiver<B: Backend>(world: usize) {
     });
 }
 
-fn neighbours_may_exchange_by_starting_to_receive_first<B: Backend>(world: usize) {
+fn neighbours_may_exchange_by_starting_to_receive_first<B: CollectiveBackend>(world: usize) {
     let data = |from: usize, to: usize| any_bits::<f32>((from * 100 + to) as u64, RING);
     B::run(world, |comm| {
         let (me, (next, previous)) = (comm.rank(), next_and_previous(&comm));
@@ -79,7 +79,7 @@ fn neighbours_may_exchange_by_starting_to_receive_first<B: Backend>(world: usize
     });
 }
 
-fn a_started_message_comes_back_with_its_buffer<B: Backend>(world: usize) {
+fn a_started_message_comes_back_with_its_buffer<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let (next, previous) = next_and_previous(&comm);
         let message = any_bits::<f64>(comm.rank() as u64, RING);
@@ -96,7 +96,7 @@ fn a_started_message_comes_back_with_its_buffer<B: Backend>(world: usize) {
     });
 }
 
-fn a_message_moves_on_while_its_receiver_waits_for_something_else<B: Backend>(world: usize) {
+fn a_message_moves_on_while_its_receiver_waits_for_something_else<B: CollectiveBackend>(world: usize) {
     let message = any_bits::<u8>(1, 4 * RING + 1);
     B::run(world, |comm| match comm.rank() {
         0 => {
@@ -112,7 +112,7 @@ fn a_message_moves_on_while_its_receiver_waits_for_something_else<B: Backend>(wo
     });
 }
 
-fn a_message_moves_on_while_its_sender_waits_for_something_else<B: Backend>(world: usize) {
+fn a_message_moves_on_while_its_sender_waits_for_something_else<B: CollectiveBackend>(world: usize) {
     let message = any_bits::<u8>(1, 4 * RING + 1);
     B::run(world, |comm| match comm.rank() {
         0 => {
@@ -130,7 +130,7 @@ fn a_message_moves_on_while_its_sender_waits_for_something_else<B: Backend>(worl
     });
 }
 
-fn a_message_goes_on_without_its_handle<B: Backend>(world: usize) {
+fn a_message_goes_on_without_its_handle<B: CollectiveBackend>(world: usize) {
     let message = any_bits::<u8>(1, 4 * RING + 1);
     B::run(world, |comm| {
         match comm.rank() {
@@ -151,7 +151,7 @@ fn a_message_goes_on_without_its_handle<B: Backend>(world: usize) {
     });
 }
 
-fn a_message_of_another_length_or_dtype_is_a_mismatch<B: Backend>(world: usize) {
+fn a_message_of_another_length_or_dtype_is_a_mismatch<B: CollectiveBackend>(world: usize) {
     // Too long for the ring, so that the sender is still there when the receiver finds out.
     let (sent, sent_text) = (vec![0f32; RING], format!("send/recv({RING} × f32)"));
     let shorter = |comm: &Communicator| comm.recv(&mut vec![0f32; 4], 0);
@@ -184,7 +184,7 @@ fn a_message_of_another_length_or_dtype_is_a_mismatch<B: Backend>(world: usize) 
     }
 }
 
-fn messages_go_by_their_tags<B: Backend>(world: usize) {
+fn messages_go_by_their_tags<B: CollectiveBackend>(world: usize) {
     // Some longer than a ring, so that they are taken out of the way while others are awaited.
     let message =
         |from: usize, tag: u32| any_bits::<u8>(from as u64 * 10 + u64::from(tag), tag as usize * RING / 2);
@@ -210,7 +210,7 @@ fn messages_go_by_their_tags<B: Backend>(world: usize) {
     });
 }
 
-fn a_message_of_any_rank_says_whose_it_is<B: Backend>(world: usize) {
+fn a_message_of_any_rank_says_whose_it_is<B: CollectiveBackend>(world: usize) {
     let message = |from: usize| any_bits::<f32>(from as u64, RING);
     B::run(world, |comm| {
         if comm.rank() > 0 {
@@ -236,7 +236,7 @@ fn a_message_of_any_rank_says_whose_it_is<B: Backend>(world: usize) {
     });
 }
 
-fn the_receive_that_was_asked_for_first_gets_the_message<B: Backend>(world: usize) {
+fn the_receive_that_was_asked_for_first_gets_the_message<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         if comm.rank() == 1 {
             comm.barrier().unwrap(); // everything has been asked for
@@ -271,7 +271,7 @@ fn the_receive_that_was_asked_for_first_gets_the_message<B: Backend>(world: usiz
     });
 }
 
-fn a_message_with_the_right_tag_and_another_length_is_a_mismatch<B: Backend>(world: usize) {
+fn a_message_with_the_right_tag_and_another_length_is_a_mismatch<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         if comm.rank() == 0 {
             comm.send_with_tag(&[0f32; 3], 1, 5).unwrap();
@@ -289,7 +289,7 @@ fn a_message_with_the_right_tag_and_another_length_is_a_mismatch<B: Backend>(wor
     });
 }
 
-fn ranks_that_leave_in_order_end_no_receive_from_any<B: Backend>(world: usize) {
+fn ranks_that_leave_in_order_end_no_receive_from_any<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         if comm.rank() > 0 {
             std::thread::sleep(Duration::from_millis(50 * comm.rank() as u64));
@@ -305,7 +305,7 @@ fn ranks_that_leave_in_order_end_no_receive_from_any<B: Backend>(world: usize) {
     });
 }
 
-fn arguments_that_make_no_sense_are_refused<B: Backend>(world: usize) {
+fn arguments_that_make_no_sense_are_refused<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let (data, mut buffer) = ([0f32; 8], [0f32; 4]);
         let strided = || TensorView::with_strides(&data, &[4], &[2]).unwrap();

@@ -5,7 +5,7 @@ use antiphon_operation::{InPlace, Operation};
 use antiphon_tensor::DType;
 
 use crate::{
-    harness::{Backend, Like, Loose},
+    harness::{CollectiveBackend, Like, Loose},
     operations::{Rank, calls_of, operations},
 };
 
@@ -14,7 +14,7 @@ conformance! {
     named_methods_refuse_what_their_calls_refuse: any_dtype, [world_1 world_2 world_3];
 }
 
-fn named_methods_give_what_their_calls_give<B: Backend>(dtype: DType, world: usize) {
+fn named_methods_give_what_their_calls_give<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         for rank in [Rank::<B>::new(&comm, dtype), Rank::new(&comm, dtype).by_name()] {
             for operation in operations() {
@@ -29,7 +29,7 @@ fn named_methods_give_what_their_calls_give<B: Backend>(dtype: DType, world: usi
 }
 
 /// Each rank is its own root, so that all look at both tensors.
-fn named_methods_refuse_what_their_calls_refuse<B: Backend>(world: usize) {
+fn named_methods_refuse_what_their_calls_refuse<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let floats = Like::of(DType::F32, world);
         let wrong = [Like::of(DType::I32, world), Like::of(DType::F32, world * world + 1)];

@@ -8,7 +8,7 @@ use antiphon_operation::Call;
 use antiphon_tensor::{DType, Element, with_dtype};
 
 use crate::{
-    harness::{Backend, assert_same_bits},
+    harness::{CollectiveBackend, assert_same_bits},
     operations::{Rank, Way},
     values::{Values, any_bits},
 };
@@ -32,7 +32,7 @@ fn inputs(dtype: DType, seed: u64, world: usize, count: usize) -> Vec<Values> {
     (0..world).map(|rank| Values::any_bits(dtype, seed << 8 | rank as u64, count)).collect()
 }
 
-fn every_operation_gives_what_its_blocking_form_gives<B: Backend>(dtype: DType, world: usize) {
+fn every_operation_gives_what_its_blocking_form_gives<B: CollectiveBackend>(dtype: DType, world: usize) {
     with_dtype!(dtype, T => B::run(world, |comm| every_operation::<T>(&comm)));
 }
 
@@ -97,7 +97,7 @@ fn every_operation<T: Element>(comm: &Communicator) {
     }
 }
 
-fn many_may_be_in_flight_beside_blocking_calls<B: Backend>(world: usize) {
+fn many_may_be_in_flight_beside_blocking_calls<B: CollectiveBackend>(world: usize) {
     let inputs = |i: usize| inputs(DType::F32, i as u64, world, 1 + i * 997 % 50_000);
     B::run(world, |comm| {
         let rank = Rank::<B>::new(&comm, DType::F32).seeded(1);
@@ -117,7 +117,7 @@ fn many_may_be_in_flight_beside_blocking_calls<B: Backend>(world: usize) {
     });
 }
 
-fn handles_may_be_waited_for_in_any_order<B: Backend>(world: usize) {
+fn handles_may_be_waited_for_in_any_order<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let start = |i: i32| comm.start_all_reduce(vec![i; 1000], ReduceOp::Sum).unwrap();
         let mut pending: Vec<_> = (0..10).map(|i| (i, start(i))).collect();
@@ -130,7 +130,7 @@ fn handles_may_be_waited_for_in_any_order<B: Backend>(world: usize) {
     });
 }
 
-fn a_lost_handle_cancels_nothing<B: Backend>(world: usize) {
+fn a_lost_handle_cancels_nothing<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         for i in 0..10i32 {
             let handle = comm.start_all_reduce(vec![i; 100_000], ReduceOp::Sum).unwrap();
@@ -145,7 +145,7 @@ fn a_lost_handle_cancels_nothing<B: Backend>(world: usize) {
 }
 
 /// Rank 0 is gone at once; what it started is still done.
-fn a_lost_communicator_cancels_nothing<B: Backend>(world: usize) {
+fn a_lost_communicator_cancels_nothing<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let start = |i: i32| comm.start_all_reduce(vec![i; 100_000], ReduceOp::Sum).unwrap();
         let pending: Vec<_> = (0..5).map(start).collect();
@@ -159,7 +159,7 @@ fn a_lost_communicator_cancels_nothing<B: Backend>(world: usize) {
     });
 }
 
-fn a_handle_says_when_it_is_finished<B: Backend>(world: usize) {
+fn a_handle_says_when_it_is_finished<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         // The others start only when rank 0 has seen that it is not over.
         if comm.rank() > 0 {
@@ -180,7 +180,7 @@ fn a_handle_says_when_it_is_finished<B: Backend>(world: usize) {
     });
 }
 
-fn several_calls_may_go_together<B: Backend>(world: usize) {
+fn several_calls_may_go_together<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let together = comm
             .spawn(|comm| {
@@ -198,7 +198,7 @@ fn several_calls_may_go_together<B: Backend>(world: usize) {
 }
 
 /// A message that needs its receiver's help, while that one waits for the background, and the other way round.
-fn messages_and_background_do_not_block_each_other<B: Backend>(world: usize) {
+fn messages_and_background_do_not_block_each_other<B: CollectiveBackend>(world: usize) {
     let message = any_bits::<u8>(1, 1 << 20);
     B::run(world, |comm| {
         let start = |comm: &Communicator| comm.start_all_reduce(vec![1i32; 1000], ReduceOp::Sum).unwrap();
@@ -219,7 +219,7 @@ fn messages_and_background_do_not_block_each_other<B: Backend>(world: usize) {
     });
 }
 
-fn refused_arguments_leave_the_background_usable<B: Backend>(world: usize) {
+fn refused_arguments_leave_the_background_usable<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let odd = vec![0f32; world + 1];
         let refusals = [
@@ -243,7 +243,7 @@ fn refused_arguments_leave_the_background_usable<B: Backend>(world: usize) {
     });
 }
 
-fn ranks_that_disagree_in_the_background_are_told<B: Backend>(world: usize) {
+fn ranks_that_disagree_in_the_background_are_told<B: CollectiveBackend>(world: usize) {
     let start = Instant::now();
     B::run(world, |comm| {
         let count = if comm.rank() == 0 { 7 } else { 8 };
@@ -269,7 +269,7 @@ fn ranks_that_disagree_in_the_background_are_told<B: Backend>(world: usize) {
 }
 
 /// Equal calls, started in another order relative to the blocking ones on each rank.
-fn background_and_foreground_have_orders_of_their_own<B: Backend>(world: usize) {
+fn background_and_foreground_have_orders_of_their_own<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         for i in 0..20i32 {
             let blocking = || {

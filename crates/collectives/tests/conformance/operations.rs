@@ -9,9 +9,10 @@ use antiphon_collectives::{
 };
 use antiphon_operation::{Extent, InPlace, Operation, Root};
 use antiphon_tensor::DType;
+use antiphon_testing::Alignment;
 
 use crate::{
-    harness::{Alignment, Backend, Like, Loose, Tensor},
+    harness::{CollectiveBackend, Like, Loose, Tensor},
     named::has_method_in_place,
     values::Values,
 };
@@ -34,7 +35,7 @@ pub type Content = fn(DType, u64, usize) -> Values;
 
 /// A rank that calls operations on tensors of one dtype and knows what all ranks contribute: the inputs of a call follow from its
 /// number, which is equal on all ranks that make the same calls.
-pub struct Rank<'c, B: Backend> {
+pub struct Rank<'c, B: CollectiveBackend> {
     comm: &'c B,
     dtype: DType,
     alignment: Alignment,
@@ -44,7 +45,7 @@ pub struct Rank<'c, B: Backend> {
     content: Content,
 }
 
-impl<'c, B: Backend> Rank<'c, B> {
+impl<'c, B: CollectiveBackend> Rank<'c, B> {
     pub fn new(comm: &'c B, dtype: DType) -> Self {
         Self {
             comm,
@@ -206,7 +207,7 @@ impl<'c, B: Backend> Rank<'c, B> {
         let call = &calls[self.me()];
         let ((inputs, expected), mine) = (self.contributions(calls, count), self.me());
         let what = self.what(format_args!("{call:?}"), count);
-        let (mut input, mut output) = (self.tensor(&inputs[mine]), self.output(expected.len()));
+        let (input, mut output) = (self.tensor(&inputs[mine]), self.output(expected.len()));
         let (gives, gets) = (call.needs_input(mine), call.needs_output(mine));
         let strange = Like { dtype: DType::U8, count: 3, stride: 3 };
         let strange = || self.passes_strange_tensors.then(|| Loose::new(self.comm, strange));
@@ -262,7 +263,7 @@ impl<'c, B: Backend> Rank<'c, B> {
         let what = self.what("send_recv round the ring", count);
         let (next, previous) =
             ((self.me() + 1) % self.world(), (self.me() + self.world() - 1) % self.world());
-        let (mut input, mut output) = (self.tensor(&inputs[self.me()]), self.output(count));
+        let (input, mut output) = (self.tensor(&inputs[self.me()]), self.output(count));
         self.make(None, || self.comm.send_recv(input.view(), next, output.view_mut(), previous), &what);
         output.assert_holds(&inputs[previous], &what);
         input.assert_holds(&inputs[self.me()], format_args!("the input of {what}"));

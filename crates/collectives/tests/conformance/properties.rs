@@ -2,10 +2,11 @@
 
 use antiphon_collectives::ReduceOp;
 use antiphon_tensor::DType;
+use antiphon_testing::{Alignment, backend::HostThreads};
 use proptest::{prelude::*, sample::select};
 
 use crate::{
-    harness::{Alignment, Backend, HostThreads},
+    harness::CollectiveBackend,
     operations::{Rank, Way},
 };
 
@@ -13,7 +14,7 @@ fn config() -> ProptestConfig {
     ProptestConfig { cases: 32, failure_persistence: None, ..ProptestConfig::default() }
 }
 
-fn an_all_reduce_gives_the_bits_of_a_single_process<B: Backend>(
+fn an_all_reduce_gives_the_bits_of_a_single_process<B: CollectiveBackend>(
     world: usize,
     count: usize,
     dtype: DType,

@@ -4,9 +4,10 @@
 use antiphon_collectives::{Collectives, ReduceOp, all_reduce::Algorithm};
 use antiphon_fabric::SharedBuffer;
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
+use antiphon_testing::Alignment;
 
 use crate::{
-    harness::{Alignment, Backend, Tensor, assert_same_bits},
+    harness::{CollectiveBackend, Tensor, assert_same_bits},
     values::Values,
 };
 
@@ -52,7 +53,7 @@ impl Call {
     }
 
     /// Both at the same place is in place. The algorithm is chosen unless it is given.
-    fn run<B: Backend>(
+    fn run<B: CollectiveBackend>(
         &self,
         comm: &B,
         buffer: &SharedBuffer,
@@ -81,7 +82,7 @@ impl Call {
         unsafe { own_copy.copy_from_nonoverlapping(before.as_ptr(), before.len()) };
         comm.barrier().unwrap();
 
-        let (mut own_input, mut own_output) = (
+        let (own_input, mut own_output) = (
             Tensor::<B>::holding(comm, mine, Alignment::Aligned),
             Tensor::<B>::unwritten(comm, mine.dtype(), mine.len(), Alignment::Aligned),
         );
@@ -123,7 +124,7 @@ fn counts(dtype: DType) -> Vec<usize> {
 }
 
 /// Runs calls of all counts, where `kept` says where a rank keeps its input and its output.
-fn all_counts<B: Backend>(
+fn all_counts<B: CollectiveBackend>(
     dtype: DType,
     world: usize,
     algorithms: &[Option<Algorithm>],
@@ -143,28 +144,28 @@ fn all_counts<B: Backend>(
 
 const EVERY_WAY: [Option<Algorithm>; 3] = [None, Some(Algorithm::OneShot), Some(Algorithm::TwoShot)];
 
-fn tensors_may_lie_apart_in_symmetric_memory<B: Backend>(dtype: DType, world: usize) {
+fn tensors_may_lie_apart_in_symmetric_memory<B: CollectiveBackend>(dtype: DType, world: usize) {
     all_counts::<B>(dtype, world, &EVERY_WAY, |call, rank| {
         let (input, output) = call.apart(rank);
         (Some(input), Some(output))
     });
 }
 
-fn the_result_may_replace_the_input<B: Backend>(dtype: DType, world: usize) {
+fn the_result_may_replace_the_input<B: CollectiveBackend>(dtype: DType, world: usize) {
     all_counts::<B>(dtype, world, &[None], |call, rank| {
         let (place, _) = call.apart(rank);
         (Some(place), Some(place))
     });
 }
 
-fn some_ranks_may_work_in_place_and_others_not<B: Backend>(dtype: DType, world: usize) {
+fn some_ranks_may_work_in_place_and_others_not<B: CollectiveBackend>(dtype: DType, world: usize) {
     all_counts::<B>(dtype, world, &[None], |call, rank| {
         let (input, output) = call.apart(rank);
         (Some(input), Some(if rank % 2 == 0 { input } else { output }))
     });
 }
 
-fn some_ranks_may_keep_their_tensors_elsewhere<B: Backend>(dtype: DType, world: usize) {
+fn some_ranks_may_keep_their_tensors_elsewhere<B: CollectiveBackend>(dtype: DType, world: usize) {
     for outsider in [0, world - 1] {
         for (own_input, own_output) in [(true, true), (true, false), (false, true)] {
             all_counts::<B>(dtype, world, &[None, Some(Algorithm::TwoShot)], |call, rank| {
@@ -177,7 +178,7 @@ fn some_ranks_may_keep_their_tensors_elsewhere<B: Backend>(dtype: DType, world: 
 }
 
 /// It is symmetric, but not here.
-fn memory_of_another_communicator_serves_too<B: Backend>(dtype: DType, world: usize) {
+fn memory_of_another_communicator_serves_too<B: CollectiveBackend>(dtype: DType, world: usize) {
     let call = Call::new(dtype, world, 20_000);
     B::run(world, |comm| {
         let group = comm.split(Some(comm.rank() as u64 / 2), 0).unwrap().expect("a pair");

@@ -3,11 +3,9 @@
 use antiphon_collectives::Call;
 use antiphon_operation::Operation;
 use antiphon_tensor::DType;
+use antiphon_testing::Alignment;
 
-use crate::{
-    harness::{Alignment, Backend},
-    operations::Rank,
-};
+use crate::{harness::CollectiveBackend, operations::Rank};
 
 conformance! {
     blocks_may_have_any_lengths: every_dtype, every_world;
@@ -16,7 +14,7 @@ conformance! {
     one_rank_may_have_all_and_the_others_nothing: every_dtype, every_world;
 }
 
-fn blocks_may_have_any_lengths<B: Backend>(dtype: DType, world: usize) {
+fn blocks_may_have_any_lengths<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         for alignment in [Alignment::Aligned, Alignment::Odd] {
             let rank = Rank::<B>::new(&comm, dtype).at(alignment);
@@ -32,7 +30,7 @@ fn blocks_may_have_any_lengths<B: Backend>(dtype: DType, world: usize) {
     });
 }
 
-fn blocks_may_be_longer_than_a_mailbox<B: Backend>(dtype: DType, world: usize) {
+fn blocks_may_be_longer_than_a_mailbox<B: CollectiveBackend>(dtype: DType, world: usize) {
     let slot = (1 << 20) / world / dtype.size();
     B::run(world, |comm| {
         let rank = Rank::<B>::new(&comm, dtype);
@@ -44,7 +42,7 @@ fn blocks_may_be_longer_than_a_mailbox<B: Backend>(dtype: DType, world: usize) {
 }
 
 /// Around what travels with the counts, also on one rank alone.
-fn rows_may_be_as_long_as_what_goes_with_the_counts<B: Backend>(dtype: DType, world: usize) {
+fn rows_may_be_as_long_as_what_goes_with_the_counts<B: CollectiveBackend>(dtype: DType, world: usize) {
     let block = (64 << 10) / world / dtype.size();
     B::run(world, |comm| {
         let rank = Rank::<B>::new(&comm, dtype);
@@ -55,7 +53,7 @@ fn rows_may_be_as_long_as_what_goes_with_the_counts<B: Backend>(dtype: DType, wo
     });
 }
 
-fn one_rank_may_have_all_and_the_others_nothing<B: Backend>(dtype: DType, world: usize) {
+fn one_rank_may_have_all_and_the_others_nothing<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         let rank = Rank::<B>::new(&comm, dtype);
         for operation in [Operation::AllGatherV, Operation::ReduceScatterV] {

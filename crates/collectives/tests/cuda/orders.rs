@@ -1,8 +1,5 @@
 //! Every family of calls around captures and launches of graphs.
 
-#[path = "../../../fabric/tests/cuda/orders.rs"]
-mod in_every_order;
-
 use antiphon_collectives::{
     ReduceOp, StreamCollectives,
     cuda::{Algorithm, CudaBuilder, CudaCollectives},
@@ -12,13 +9,13 @@ use antiphon_device::cuda::{Stream, memory};
 use antiphon_operation::Operation;
 use antiphon_tensor::{DType, Device};
 
-use self::in_every_order::Calls;
 use crate::{
     captured::{Case, calls_of, tensor},
     fused::{Case as FusedCase, Form, Fused},
     harness::{At, Outcome, Rank, What, on_gpus, values},
     mixed::Mixed,
 };
+use antiphon_testing::orders::Calls;
 
 impl Rank {
     fn in_every_order(

@@ -1,15 +1,12 @@
 //! Another family beside the collectives, on a stream of its own.
 
-#[path = "../../../fabric/tests/cuda/rotation.rs"]
-mod rotation;
-
 use std::time::Duration;
 
 use antiphon_collectives::ReduceOp;
 use antiphon_device::cuda::DeviceMemory;
 use antiphon_fabric::gpu::Tenant;
 use antiphon_tensor::DType;
-use rotation::{Rotation, rotate};
+use antiphon_testing::rotation::{Rotation, rotate};
 
 use crate::harness::{At, What, on_gpus, values};
 

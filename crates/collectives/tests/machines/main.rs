@@ -13,12 +13,9 @@ use antiphon_fabric::{
 use antiphon_testing::{Machines, Need, need};
 use rustix::process::Signal;
 
-#[path = "../../../fabric/tests/processes/mod.rs"]
-mod processes;
-
 mod mixed;
 
-use processes::{World, role, say, say_error};
+use antiphon_testing::{World, role, say, say_error};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 

@@ -8,7 +8,9 @@ use antiphon_device::cuda::{
 };
 
 use super::{
-    MAX_WORLD, most_blocks,
+    MAX_WORLD,
+    launch::Arguments,
+    most_blocks,
     room::Share,
     staging::{MAX_BLOCKS, SLOTS_AT},
 };
@@ -53,7 +55,7 @@ pub const ROWS: Source = Source { name: "rows.cuh", text: include_str!("rows.cuh
 pub trait Family: Clone + Eq + fmt::Debug + Send + 'static {
     /// The kernels of the program; `gpu::kernels!` makes the enum.
     type Kernel: Kernel;
-    /// The kernels' argument behind the `arguments` of slots.cuh: [`NoArguments`] if there is none.
+    /// What the kernels take behind the `arguments` of all families: a type of `gpu::kernel_call!`, or [`NoArguments`] if there is nothing.
     type Arguments: KernelArgument;
     /// The name of the program, which the compiler's messages mention.
     const NAME: &'static str;
@@ -178,7 +180,11 @@ pub fn most_shared_bytes<F: Family>(family: &F, architecture: Architecture, worl
 
 /// The program of a family for a world of this size.
 pub fn program<F: Family>(family: &F, architecture: Architecture, world_size: usize) -> Program {
-    let program = Program::new(F::NAME, "", architecture).include(SLOTS.name, SLOTS.text);
+    let arguments = Arguments::<1>::SOURCE; // the same text for any number of peers
+    let program = Program::new(F::NAME, "", architecture)
+        .define("PEER_PLACES", world_size.saturating_sub(1).max(1))
+        .include(arguments.name, arguments.text)
+        .include(SLOTS.name, SLOTS.text);
     let program =
         F::SOURCES.iter().fold(program, |program, source| program.include(source.name, source.text));
     let program = match family.source() {

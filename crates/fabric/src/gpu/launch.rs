@@ -2,13 +2,12 @@
 
 use std::cell::RefCell;
 
-use antiphon_device::cuda::{
-    Context, CudaError, DevicePointer, Event, KernelArgument, LaunchConfig, Stream, StreamRef, relaxed,
-};
+use antiphon_device::cuda::{Context, CudaError, Event, LaunchConfig, Stream, StreamRef, relaxed};
 
 use super::{
     Family, Loaded, THREADS, Tenant,
     family::Resident,
+    kernel_call,
     staging::{CHANNELS, MAX_BLOCKS},
 };
 use crate::{FabricError, Signature};
@@ -127,29 +126,35 @@ impl Grid {
     }
 }
 
-/// `arguments` of slots.cuh.
-#[repr(C, align(16))]
-#[derive(Clone, Copy)]
-struct Arguments<const PEERS: usize> {
-    doing: [u64; 2],
-    own: DevicePointer,
-    peer: [DevicePointer; PEERS],
-    other: DevicePointer,
-    limit_ns: u64,
-    board: DevicePointer,
-    input: u64,
-    output: u64,
-    stride: u64,
-    count: u32,
-    rank: u32,
-    root: u32,
-    lane_stride: u32,
-    slot_stride: u32,
-    dependents: u32,
+kernel_call! {
+    /// What every kernel of a family takes, of a rank with as many peers; or with one, where it is alone.
+    #[repr(align(16))]
+    pub(super) struct Arguments<const PEER_PLACES: usize> = "arguments" {
+        doing: [u64; 2] as tag,
+        /// This rank's arena.
+        own: *mut u8,
+        /// The others' arenas, beginning with the next rank's.
+        peer: [*mut u8; PEER_PLACES],
+        /// This rank's other channel.
+        other: *mut u8,
+        limit_ns: u64,
+        board: *mut wait_board,
+        input: *const u8,
+        output: *mut u8,
+        /// Bytes from block to block, where a tensor has one for each rank.
+        stride: u64,
+        /// Elements, or bytes where nothing is reduced: of the tensor, or of one block of it.
+        count: u32,
+        rank: u32,
+        root: u32,
+        /// Bytes from lane to lane.
+        lane_stride: u32,
+        /// Bytes from slot to slot.
+        slot_stride: u32,
+        /// When the kernel behind may start: `Dependents`.
+        dependents: u32,
+    }
 }
-
-// SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32, all aligned to 16.
-unsafe impl<const PEERS: usize> KernelArgument for Arguments<PEERS> {}
 
 /// When the kernel behind a call may start, if it is launched programmatically; as in slots.cuh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -296,11 +301,11 @@ impl Tenant {
                     $($peers => {
                         let first = Arguments::<$peers> {
                             doing: work.signature.to_words(),
-                            own: self.channel(rank, channel),
-                            peer: std::array::from_fn(|k| self.channel((rank + 1 + k) % world_size, channel)),
-                            other: self.channel(rank, CHANNELS - 1 - channel),
+                            own: self.channel(rank, channel).0,
+                            peer: std::array::from_fn(|k| self.channel((rank + 1 + k) % world_size, channel).0),
+                            other: self.channel(rank, CHANNELS - 1 - channel).0,
                             limit_ns: self.limit_ns(),
-                            board: self.board().pointer(),
+                            board: self.board().pointer().0,
                             input: work.input as u64,
                             output: work.output as u64,
                             stride: work.stride as u64,

@@ -88,6 +88,7 @@
 mod engine;
 mod family;
 mod idle;
+mod kernel_call;
 mod launch;
 mod order;
 mod reduction;
@@ -97,7 +98,7 @@ mod tenant;
 mod used;
 mod watch;
 
-pub use crate::gpu_kernels as kernels;
+pub use crate::{gpu_kernel_call as kernel_call, gpu_kernels as kernels};
 pub use family::{
     FORMATS, Family, Kernel, Loaded, NoArguments, ROWS, SLOTS, Source, THREADS, most_registers,
     most_shared_bytes, program,

@@ -49,24 +49,6 @@ struct control {
 constexpr u32 SLOT_BITS = 2, SLOT_MASK = (1u << SLOT_BITS) - 1, BLOCK_BITS = 10, NUMBER_AT = SLOT_BITS + BLOCK_BITS;
 static_assert(MAX_BLOCKS < 1u << BLOCK_BITS, "the number of blocks fits");
 
-// The arguments of a kernel. Rust's `Arguments` has the same layout.
-struct arguments {
-    tag doing;
-    u8* own;          // this rank's arena
-    u8* peer[at_least_one(PEERS)]; // the others', beginning with the next rank's
-    u8* other;        // this rank's other channel
-    u64 limit_ns;
-    wait_board* board;
-    const u8* input;
-    u8* output;
-    u64 stride;       // bytes from block to block, where a tensor has one for each rank
-    u32 count;        // elements, or bytes where nothing is reduced: of the tensor, or of one block of it
-    u32 rank, root;
-    u32 lane_stride;  // bytes from lane to lane
-    u32 slot_stride;  // bytes from slot to slot
-    u32 dependents;   // when the kernel behind may start
-};
-
 // When the kernel behind may start, if it was launched programmatically: when this kernel ends, when it is certain that this kernel
 // will end, or at once. A kernel that starts early may take all the free room of this GPU. So it starts at once only where the
 // caller promises that no kernel for which a peer waits, for example of another communicator, will need that room.
@@ -431,15 +413,25 @@ DEVICE void push(const arguments& a, const turn& t, u32 lane, u32 index, uint4 v
     for (u32 k = 0; k < PEERS; ++k) store16_volatile(a.peer[k] + at, v);
 }
 
-// Defines a kernel with these arguments, which may begin while the kernel ahead in the stream ends. RESIDENT blocks fit a
-// multiprocessor; see `Family::most_blocks`.
-#define KERNEL(name)                                                                                        \
-    DEVICE void name##_body(const arguments& a);                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
-    name(const __grid_constant__ arguments a) {                                                             \
-        pdl_wait();                                                                                         \
+// What a kernel begins with, which may begin while the kernel ahead in the stream ends.
+DEVICE void begin_kernel(const arguments& a) {
+    pdl_wait();
+    if (a.dependents == AT_START) pdl_launch_dependents();
+}
+
+#define KERNEL_WITH(name, parameters, references, passed)                                                   \
+    DEVICE void name##_body references;                                                                     \
+    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) name parameters {                       \
+        begin_kernel(a);                                                                                    \
         const block_end end(a);                                                                             \
-        if (a.dependents == AT_START) pdl_launch_dependents();                                              \
-        name##_body(a);                                                                                     \
+        name##_body passed;                                                                                 \
     }                                                                                                       \
-    DEVICE void name##_body(const arguments& a)
+    DEVICE void name##_body references
+
+// Defines a kernel that takes `arguments a`. RESIDENT blocks fit a multiprocessor; see `Family::most_blocks`.
+#define KERNEL(name) KERNEL_WITH(name, (const __grid_constant__ arguments a), (const arguments& a), (a))
+
+// As KERNEL; it takes a call of some type, too.
+#define KERNEL_OF(name, type, call)                                                                         \
+    KERNEL_WITH(name, (const __grid_constant__ arguments a, const __grid_constant__ type call),             \
+                (const arguments& a, const type& call), (a, call))

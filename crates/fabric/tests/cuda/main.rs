@@ -4,8 +4,6 @@
 mod late;
 mod order;
 mod room;
-mod rotation;
-
 use std::time::Duration;
 
 use antiphon_device::cuda::{
@@ -19,8 +17,8 @@ use antiphon_fabric::{
 };
 use antiphon_operation::ReduceOp;
 use antiphon_tensor::DType;
+use antiphon_testing::rotation::{Rotation, rotate};
 use antiphon_testing::{gpus, nvrtc};
-use rotation::{Rotation, rotate};
 
 type Outcome<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 

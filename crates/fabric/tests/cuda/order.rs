@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use antiphon_device::cuda::{DeviceMemory, Event, Graph, GraphExec, Stream, StreamRef};
 use antiphon_fabric::FabricError;
+use antiphon_testing::rotation::rotate;
 
-use crate::{Outcome, Rank, on_gpus, rotation::rotate, values};
+use crate::{Outcome, Rank, on_gpus, values};
 
 /// Bytes of a call of one launch, and of one in pieces, which uses the tenant's side stream.
 pub(crate) const SIZES: [usize; 2] = [4 << 10, 2 << 20];

@@ -4,12 +4,9 @@ use std::time::Duration;
 
 use antiphon_device::cuda::{DeviceMemory, Event, Graph, Stream};
 use antiphon_fabric::{Communicator, FabricError, gpu::Tenant};
+use antiphon_testing::rotation::{Rotation, rotate};
 
-use crate::{
-    Outcome, Rank, on_gpus,
-    rotation::{Rotation, rotate},
-    values,
-};
+use crate::{Outcome, Rank, on_gpus, values};
 
 /// A communicator with a tenant and a stream, and a call of its own.
 struct Caller {

@@ -3,5 +3,5 @@
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
     antiphon_lowering::fuzz::graph_file(bytes);
-    antiphon_lowering::fuzz::plan_file(bytes);
+    antiphon_lowering::fuzz::decisions_file(bytes);
 });

@@ -1,7 +1,7 @@
 //! The choice among the ways of making a call.
 
 use super::{Costs, Way};
-use crate::{costs::Device, plan::Choice};
+use crate::{costs::Device, decisions::Choice};
 
 /// An all-reduce whose way is to be chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

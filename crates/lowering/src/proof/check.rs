@@ -9,32 +9,32 @@ use super::{
 };
 use crate::{
     analysis::Analysis,
-    decisions::choice,
+    decisions::{Choice, Decisions, PlannedCall, Signatures, digest},
     error::{Finding, FindingKind},
     graph::{Graph, Op},
     hash::HashMap,
     ids::{StoreId, ValueId},
+    lowered::choice,
     op::{FusedOutput, Kind, ResultMemory},
-    plan::{Choice, Plan, PlannedCall, Signatures, digest},
     sym::SymExpr,
     types::Type,
     verify::verify,
 };
 
-/// Why `after` is not shown to compute what `before` does under a plan; nothing if it is.
+/// Why `after` is not shown to compute what `before` does under these decisions; nothing if it is.
 ///
 /// This trusts no rule. From the two graphs alone it works out what every output means, as a function of the inputs, and
 /// compares:
 ///
 /// * both graphs make sense ([`verify`](crate::verify));
-/// * outputs have equal types, mean the same under the plan's [`Numerics`](crate::Numerics), and share memory with each
+/// * outputs have equal types, mean the same under the decisions' [`Numerics`](crate::Numerics), and share memory with each
 ///   other and with inputs as before;
 /// * effects, and what is written into the caller's memory, are the same in the same order;
 /// * each call stands for calls of the same group that it computes, all of them are stood for, and no group's order is
 ///   turned round;
 /// * slots are large enough, are apart while they are in use, belong to the storages that ask for them, and no two ranks
 ///   race for one ([`race::detect`]).
-pub fn check(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> {
+pub fn check(before: &Graph, decisions: &Decisions, after: &Graph) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (which, graph) in [("before", before), ("after", after)] {
         let of_graph = verify(graph).into_iter();
@@ -45,30 +45,30 @@ pub fn check(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> {
     if !findings.is_empty() {
         return findings;
     }
-    if plan.version != Plan::VERSION || plan.graph != digest(before) {
-        let text = format!("the plan of version {} is of another graph", plan.version);
-        return vec![Finding::new(FindingKind::Plan, text)];
+    if decisions.version != Decisions::VERSION || decisions.graph != digest(before) {
+        let text = format!("the decisions of version {} are of another graph", decisions.version);
+        return vec![Finding::new(FindingKind::Decisions, text)];
     }
-    compare(before, plan, after)
+    compare(before, decisions, after)
 }
 
-/// The same for a plan that was just made of `before`, which makes sense.
-pub(crate) fn prove(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> {
+/// The same for decisions that were just made of `before`, which makes sense.
+pub(crate) fn prove(before: &Graph, decisions: &Decisions, after: &Graph) -> Vec<Finding> {
     let findings = verify(after);
-    if findings.is_empty() { compare(before, plan, after) } else { findings }
+    if findings.is_empty() { compare(before, decisions, after) } else { findings }
 }
 
-fn compare(before: &Graph, plan: &Plan, after: &Graph) -> Vec<Finding> {
+fn compare(before: &Graph, decisions: &Decisions, after: &Graph) -> Vec<Finding> {
     let mut findings = Vec::new();
-    let mut terms = Terms::new(plan.numerics, &before.syms);
+    let mut terms = Terms::new(decisions.numerics, &before.syms);
     let (before, after) = (Program::new(before, &mut terms), Program::new(after, &mut terms));
     outputs(&before, &after, &mut findings);
     declarations(before.graph, after.graph, &mut findings);
     effects(&before, &after, &mut findings);
-    planned(&after, plan, &mut findings);
-    calls(&before, &after, plan, &mut terms, &mut findings);
-    findings.extend(race::slots(after.graph, plan));
-    findings.extend(race::detect(after.graph, plan));
+    planned(&after, decisions, &mut findings);
+    calls(&before, &after, decisions, &mut terms, &mut findings);
+    findings.extend(race::slots(after.graph, decisions));
+    findings.extend(race::detect(after.graph, decisions));
     findings
 }
 
@@ -247,22 +247,22 @@ fn effects(before: &Program<'_>, after: &Program<'_>, findings: &mut Vec<Finding
     }
 }
 
-/// The plan lists the calls of groups that the graph makes, in their order and with their groups, ways and signatures.
-fn planned(after: &Program<'_>, plan: &Plan, findings: &mut Vec<Finding>) {
-    let signatures = Signatures::new(after.graph, &after.analysis, &plan.slots);
+/// The decisions list the calls of groups that the graph makes, in their order and with their groups, ways and signatures.
+fn planned(after: &Program<'_>, decisions: &Decisions, findings: &mut Vec<Finding>) {
+    let signatures = Signatures::new(after.graph, &after.analysis, &decisions.slots);
     let calls = after.graph.ops.iter().filter_map(|op| Some((op, op.kind.group()?)));
     let made: Vec<(&str, &str, Choice, String)> = calls
         .map(|(op, group)| {
             (op.name.as_str(), group, choice(after.graph, &after.analysis, op), signatures.of(op))
         })
         .collect();
-    for index in 0..made.len().max(plan.calls.len()) {
+    for index in 0..made.len().max(decisions.calls.len()) {
         let is = made.get(index).map(|(op, group, choice, signature)| (*op, *group, *choice, signature));
-        let told = plan.calls.get(index);
+        let told = decisions.calls.get(index);
         let told = told.map(|call| (call.op.as_str(), call.group.as_str(), call.choice, &call.signature));
         if is != told {
-            let text = format!("call {index} of the plan is {told:?}, the program's is {is:?}");
-            findings.push(Finding::new(FindingKind::Plan, text).numbers([index as i64]));
+            let text = format!("call {index} of the decisions is {told:?}, the program's is {is:?}");
+            findings.push(Finding::new(FindingKind::Decisions, text).numbers([index as i64]));
             return;
         }
     }
@@ -293,12 +293,12 @@ fn meaning(program: &Program<'_>, op: &Op, terms: &mut Terms) -> Option<Vec<Segm
 fn calls(
     before: &Program<'_>,
     after: &Program<'_>,
-    plan: &Plan,
+    decisions: &Decisions,
     terms: &mut Terms,
     findings: &mut Vec<Finding>,
 ) {
     let planned: HashMap<&str, &PlannedCall> =
-        plan.calls.iter().map(|call| (call.op.as_str(), call)).collect();
+        decisions.calls.iter().map(|call| (call.op.as_str(), call)).collect();
     let old: HashMap<&str, (usize, &Op)> =
         before.graph.ops.iter().enumerate().map(|(index, op)| (op.name.as_str(), (index, op))).collect();
     let mut stood_for: BTreeSet<&str> = BTreeSet::new();

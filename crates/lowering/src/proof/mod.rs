@@ -1,6 +1,6 @@
 //! The proof that a rewritten program computes what the program before does.
 //!
-//! It knows the two graphs and the plan, and nothing of how they came to be: no rule is imported here.
+//! It knows the two graphs and the decisions, and nothing of how they came to be: no rule is imported here.
 
 pub(crate) mod check;
 mod lifetime;

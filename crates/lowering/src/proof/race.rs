@@ -3,14 +3,14 @@
 use super::lifetime::lifetime;
 use crate::{
     analysis::Analysis,
-    decisions::{ALIGNMENT, comm},
+    decisions::{Decisions, Slot},
     error::{Finding, FindingKind},
     faults::Fault,
     graph::{Graph, Op},
     hash::HashMap,
     ids::{StoreId, TokenId},
+    lowered::{ALIGNMENT, comm},
     op::{Kind, ResultMemory},
-    plan::{Plan, Slot},
     types::{CommReq, Roles},
 };
 
@@ -19,11 +19,11 @@ const MAX_ACCESSES: usize = 1 << 16;
 /// The most ranks that are simulated: what three ranks do to each other, more do too.
 const MAX_RANKS: usize = 3;
 
-/// What is wrong with a plan's slots: each must be of a storage that asks for it, in its heap, large enough, and every
+/// What is wrong with the slots of decisions: each must be of a storage that asks for it, in its heap, large enough, and every
 /// storage that asks must have one.
-pub fn slots(graph: &Graph, plan: &Plan) -> Vec<Finding> {
+pub fn slots(graph: &Graph, decisions: &Decisions) -> Vec<Finding> {
     let asks = |value: &crate::Value| matches!(value.class, crate::Class::Comm(_));
-    if plan.slots.is_empty() && !graph.values.iter().any(asks) {
+    if decisions.slots.is_empty() && !graph.values.iter().any(asks) {
         return Vec::new();
     }
     let analysis = graph.analyse();
@@ -31,7 +31,7 @@ pub fn slots(graph: &Graph, plan: &Plan) -> Vec<Finding> {
     let mut found: HashMap<StoreId, usize> = HashMap::default();
     let by_name: HashMap<&str, usize> =
         graph.values.iter().enumerate().map(|(index, value)| (value.name.as_str(), index)).collect();
-    for slot in &plan.slots {
+    for slot in &decisions.slots {
         let value = by_name.get(slot.value.as_str()).map(|index| crate::ValueId::from(*index));
         let Some((root, req)) = value.and_then(|value| comm(graph, &analysis, value)) else {
             let text = format!("a slot for {}, which asks for none", slot.value);
@@ -118,8 +118,9 @@ struct Access<'p> {
 /// Every rank runs the graph, on a stream for what it computes and another for collectives that were started. A rank reads
 /// the slots of all ranks of a group in the group's calls. What orders ranks: a call ends when all ranks have come to it,
 /// and when all have read what they read. Each access gets a vector clock; two that do not know of each other race.
-pub fn detect(graph: &Graph, plan: &Plan) -> Vec<Finding> {
-    let by_value: HashMap<&str, &Slot> = plan.slots.iter().map(|slot| (slot.value.as_str(), slot)).collect();
+pub fn detect(graph: &Graph, decisions: &Decisions) -> Vec<Finding> {
+    let by_value: HashMap<&str, &Slot> =
+        decisions.slots.iter().map(|slot| (slot.value.as_str(), slot)).collect();
     if by_value.is_empty() {
         return Vec::new();
     }
@@ -181,12 +182,12 @@ pub fn detect(graph: &Graph, plan: &Plan) -> Vec<Finding> {
             return vec![Finding::new(FindingKind::Race, text)];
         }
     }
-    let shared = shared_at_once(graph, plan);
+    let shared = shared_at_once(graph, decisions);
     races(&accesses).into_iter().chain(shared).collect()
 }
 
 /// Two storages in the same bytes, one of which is written while the other still has a reader to come.
-fn shared_at_once(graph: &Graph, plan: &Plan) -> Vec<Finding> {
+fn shared_at_once(graph: &Graph, decisions: &Decisions) -> Vec<Finding> {
     if Fault::ProofIsBlind.is_present() {
         return Vec::new();
     }
@@ -199,7 +200,7 @@ fn shared_at_once(graph: &Graph, plan: &Plan) -> Vec<Finding> {
         let (first, last) = lifetime(graph, &analysis, analysis.store[value]?)?;
         Some((slot, first, last))
     };
-    let mut lives: Vec<(&Slot, usize, usize)> = plan.slots.iter().filter_map(life).collect();
+    let mut lives: Vec<(&Slot, usize, usize)> = decisions.slots.iter().filter_map(life).collect();
     lives.sort_by_key(|(_, first, _)| *first);
     let (mut findings, mut now) = (Vec::new(), Vec::<(&Slot, usize)>::new());
     for (a, first, last) in lives {

@@ -12,10 +12,10 @@
 use super::{Flight, context::Context, flight, most_trials, replace};
 use crate::{
     costs::{Clock, Costs, size_of},
-    decisions::Rewrite,
     graph::{Graph, Names, Op},
     hash::{HashMap, HashSet},
     ids::{OpId, TokenId},
+    lowered::Rewrite,
     op::{Coll, Kind, Prim},
     types::Element,
     verify::verify,

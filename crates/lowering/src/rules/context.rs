@@ -6,9 +6,9 @@ use super::fuse::FusedNote;
 use crate::{
     analysis::Analysis,
     costs::Costs,
-    decisions::{Refusal, Rewrite},
     graph::{Graph, Names},
     hash::HashMap,
+    lowered::{Refusal, Rewrite},
     options::{Options, World},
 };
 

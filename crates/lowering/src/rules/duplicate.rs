@@ -5,7 +5,7 @@
 //! first one's be written: they become one.
 
 use super::{context::Context, flight, numbering, replace};
-use crate::{decisions::Rewrite, hash::HashMap, ids::OpId};
+use crate::{hash::HashMap, ids::OpId, lowered::Rewrite};
 
 pub(super) fn apply(cx: &mut Context<'_>) {
     let analysis = cx.analysis();

@@ -7,10 +7,10 @@
 use super::{Flight, context::Context, flight, replace};
 use crate::{
     analysis::Analysis,
-    decisions::Rewrite,
     graph::Op,
     hash::{HashMap, HashSet},
     ids::{OpId, ValueId},
+    lowered::Rewrite,
     numerics::Numerics,
     op::{Binary, Coll, Kind, View},
 };

@@ -7,12 +7,12 @@
 use super::{Flight, context::Context, flight};
 use crate::{
     costs::{Call, Costs, size_of},
-    decisions::Rewrite,
+    decisions::Choice,
     graph::{Graph, Names},
     hash::HashMap,
     ids::{OpId, ValueId},
+    lowered::Rewrite,
     op::{Coll, Kind},
-    plan::Choice,
 };
 
 pub(super) fn apply(cx: &mut Context<'_>) {

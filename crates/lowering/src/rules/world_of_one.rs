@@ -4,7 +4,7 @@
 //! what they would write is there already, but others may wait for their results.
 
 use super::{context::Context, flight, replace};
-use crate::{decisions::Rewrite, graph::Op, ids::OpId, op::Kind};
+use crate::{graph::Op, ids::OpId, lowered::Rewrite, op::Kind};
 
 pub(super) fn apply(cx: &mut Context<'_>) {
     let analysis = cx.analysis();

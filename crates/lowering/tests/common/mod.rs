@@ -5,8 +5,8 @@ pub mod adversarial;
 pub mod tamper;
 
 use antiphon_lowering::{
-    Arithmetic, Costs, Difference, Graph, Kind, Lowered, Numerics, Opinion, Options, Plan, Realize, Tensor,
-    ValueId, World, check, compare, interpret, lower, second_opinion, verify,
+    Arithmetic, Costs, Decisions, Difference, Graph, Kind, Lowered, Numerics, Opinion, Options, Realize,
+    Tensor, ValueId, World, check, compare, interpret, lower, second_opinion, verify,
 };
 
 /// The graph of a text, which makes sense.
@@ -21,7 +21,7 @@ pub fn lowered(graph: &Graph, options: &Options) -> Lowered {
     let world = World::default();
     let lowered = lower(graph, &world, &Costs::of(world.device), options);
     assert_eq!(lowered.report.findings, [], "{}", graph.to_text());
-    assert_eq!(check(graph, &lowered.plan, &lowered.graph), [], "{}", lowered.graph.to_text());
+    assert_eq!(check(graph, &lowered.decisions, &lowered.graph), [], "{}", lowered.graph.to_text());
     if let Opinion::Different(difference) = second_opinion(graph, &lowered.graph, options.numerics) {
         panic!("{difference}\n{}\nbecame\n{}", graph.to_text(), lowered.graph.to_text());
     }
@@ -124,7 +124,7 @@ pub fn trial(seed: u64, changes: usize, tally: &mut Tally) -> Result<(), String>
     let after = lower(&before, &world, &Costs::of(world.device), &options);
     let texts = || format!("seed {seed}, {numerics:?}\n{text}\nbecame\n{}", after.graph.to_text());
     let findings =
-        after.report.findings.iter().chain(&check(&before, &after.plan, &after.graph)).next().cloned();
+        after.report.findings.iter().chain(&check(&before, &after.decisions, &after.graph)).next().cloned();
     if let Some(finding) = findings {
         return Err(format!("not proved: {finding}; {}", texts()));
     }
@@ -140,10 +140,11 @@ pub fn trial(seed: u64, changes: usize, tally: &mut Tally) -> Result<(), String>
     }
     let mut chance = Chance(seed ^ 0x7A3F);
     for _ in 0..changes {
-        let Some((graph, plan, kind)) = tamper::tampered(&after.graph, &after.plan, &mut chance) else {
+        let Some((graph, decisions, kind)) = tamper::tampered(&after.graph, &after.decisions, &mut chance)
+        else {
             continue;
         };
-        let findings = check(&before, &plan, &graph);
+        let findings = check(&before, &decisions, &graph);
         tally.count(kind, findings.is_empty());
         if !findings.is_empty() {
             continue;
@@ -156,7 +157,7 @@ pub fn trial(seed: u64, changes: usize, tally: &mut Tally) -> Result<(), String>
                 graph.to_text()
             ));
         }
-        if let Some(slots) = races(&graph, &plan) {
+        if let Some(slots) = races(&graph, &decisions) {
             return Err(format!("accepted, where {}: {slots}; {}", tamper::KINDS[kind].0, texts()));
         }
     }
@@ -227,10 +228,10 @@ fn beyond(graph: &Graph) -> Option<String> {
 
 /// Two slots that share bytes and are in use at once, or one that is too small, by a count of its own: each slot is in use from
 /// the first operation that touches a value of its storage to the last, or to the wait for it.
-pub fn races(graph: &Graph, plan: &Plan) -> Option<String> {
+pub fn races(graph: &Graph, decisions: &Decisions) -> Option<String> {
     let analysis = graph.analyse();
     let mut lives = Vec::new();
-    for slot in &plan.slots {
+    for slot in &decisions.slots {
         let root = graph.values.iter().position(|value| value.name == slot.value)?;
         let store = analysis.store[root]?;
         let lies = |value: &ValueId| analysis.store[value.index()] == Some(store);

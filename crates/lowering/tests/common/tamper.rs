@@ -1,14 +1,14 @@
-//! Changes of a lowered program or of its plan, each of which the proof must refuse where results differ.
+//! Changes of a lowered program or of its decisions, each of which the proof must refuse where results differ.
 
 use antiphon_lowering::{
-    Binary, Choice, Class, CommReq, Element, Graph, Kind, Plan, Reduction, Roles, Unary, ValueId,
+    Binary, Choice, Class, CommReq, Decisions, Element, Graph, Kind, Reduction, Roles, Unary, ValueId,
 };
 use antiphon_operation::ReduceOp;
 use antiphon_tensor::DType;
 
 use super::Chance;
 
-type Tamper = fn(&mut Graph, &mut Plan, &mut Chance) -> Option<()>;
+type Tamper = fn(&mut Graph, &mut Decisions, &mut Chance) -> Option<()>;
 
 /// All kinds of changes, by name.
 pub const KINDS: &[(&str, Tamper)] = &[
@@ -222,50 +222,56 @@ pub const KINDS: &[(&str, Tamper)] = &[
         graph.values[value.index()].class = Class::Comm(req);
         Some(())
     }),
-    ("a call stands for one less", |_, plan, chance| any_call(plan, chance)?.covers.pop().map(drop)),
-    ("a call is made in another way", |_, plan, chance| {
-        let call = any_call(plan, chance)?;
+    ("a call stands for one less", |_, decisions, chance| {
+        any_call(decisions, chance)?.covers.pop().map(drop)
+    }),
+    ("a call is made in another way", |_, decisions, chance| {
+        let call = any_call(decisions, chance)?;
         call.choice = if call.choice == Choice::Async { Choice::Sync } else { Choice::Async };
         Some(())
     }),
-    ("a call has another signature", |_, plan, chance| {
-        let call = any_call(plan, chance)?;
+    ("a call has another signature", |_, decisions, chance| {
+        let call = any_call(decisions, chance)?;
         call.signature = call.signature.replace("sum", "max");
         Some(())
     }),
-    ("a slot is smaller", |_, plan, _| {
-        let slot = plan.slots.first_mut()?;
+    ("a slot is smaller", |_, decisions, _| {
+        let slot = decisions.slots.first_mut()?;
         let old = slot.bytes;
         slot.bytes -= 256.min(old);
         let new = slot.bytes;
-        say_otherwise(plan, &format!("in {old} bytes"), &format!("in {new} bytes"));
+        say_otherwise(decisions, &format!("in {old} bytes"), &format!("in {new} bytes"));
         Some(())
     }),
-    ("a slot goes", |_, plan, _| plan.slots.pop().map(drop)),
-    ("a slot ends earlier", |_, plan, _| {
-        let slot = plan.slots.first_mut()?;
+    ("a slot goes", |_, decisions, _| decisions.slots.pop().map(drop)),
+    ("a slot ends earlier", |_, decisions, _| {
+        let slot = decisions.slots.first_mut()?;
         slot.last.clone_from(&slot.first);
         Some(())
     }),
-    ("two slots share bytes", |_, plan, _| {
-        let [first, second, ..] = &mut plan.slots[..] else { return None };
+    ("two slots share bytes", |_, decisions, _| {
+        let [first, second, ..] = &mut decisions.slots[..] else { return None };
         let (old, new) = (first.offset, second.offset);
         first.offset = new;
-        say_otherwise(plan, &format!("bytes at {old}"), &format!("bytes at {new}"));
+        say_otherwise(decisions, &format!("bytes at {old}"), &format!("bytes at {new}"));
         Some(())
     }),
 ];
 
 /// The signatures of calls follow what has changed.
-fn say_otherwise(plan: &mut Plan, old: &str, new: &str) {
-    plan.calls.iter_mut().for_each(|call| call.signature = call.signature.replace(old, new));
+fn say_otherwise(decisions: &mut Decisions, old: &str, new: &str) {
+    decisions.calls.iter_mut().for_each(|call| call.signature = call.signature.replace(old, new));
 }
 
-/// A changed graph and plan, if the change changes anything, and the kind of change.
-pub fn tampered(graph: &Graph, plan: &Plan, chance: &mut Chance) -> Option<(Graph, Plan, usize)> {
-    let (mut new, mut other, kind) = (graph.clone(), plan.clone(), chance.below(KINDS.len()));
+/// A changed graph and decisions, if the change changes anything, and the kind of change.
+pub fn tampered(
+    graph: &Graph,
+    decisions: &Decisions,
+    chance: &mut Chance,
+) -> Option<(Graph, Decisions, usize)> {
+    let (mut new, mut other, kind) = (graph.clone(), decisions.clone(), chance.below(KINDS.len()));
     KINDS[kind].1(&mut new, &mut other, chance)?;
-    ((&new, &other) != (graph, plan)).then_some((new, other, kind))
+    ((&new, &other) != (graph, decisions)).then_some((new, other, kind))
 }
 
 fn any_op(graph: &Graph, chance: &mut Chance, suits: impl Fn(&Kind) -> bool) -> Option<usize> {
@@ -306,7 +312,10 @@ fn any_number<'g>(graph: &'g mut Graph, chance: &mut Chance) -> Option<&'g mut f
     }
 }
 
-fn any_call<'p>(plan: &'p mut Plan, chance: &mut Chance) -> Option<&'p mut antiphon_lowering::PlannedCall> {
-    let count = plan.calls.len();
-    plan.calls.get_mut(chance.below(count.max(1)))
+fn any_call<'p>(
+    decisions: &'p mut Decisions,
+    chance: &mut Chance,
+) -> Option<&'p mut antiphon_lowering::PlannedCall> {
+    let count = decisions.calls.len();
+    decisions.calls.get_mut(chance.below(count.max(1)))
 }

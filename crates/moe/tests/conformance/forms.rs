@@ -1,91 +1,92 @@
 //! Every form against the definition.
 
-use antiphon_fabric::Communicator;
-use antiphon_moe::{
-    Combine, Dispatch, Moe, MoeConfig, Routing, RowFormat, Tokens, by_token::reference, layout,
+use antiphon_moe::{Combine, Dispatch, MoeConfig, Tokens, by_token::reference};
+use antiphon_tensor::DType;
+use antiphon_testing::Tensor;
+
+use crate::{
+    cases::{
+        by_token::{Case, Choice},
+        ragged,
+        tensor::{element, value},
+    },
+    harness::MoeBackend,
+    run::Run,
 };
-use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
-use crate::case::{Case, Choice, Run};
+/// A region that few rows fill.
+pub const SMALL: MoeConfig = MoeConfig { region_bytes: 64 << 10, num_sms: MoeConfig::NUM_SMS, slots: None };
 
-fn moe(comm: &Communicator) -> Moe {
-    Moe::new(comm, MoeConfig { region_bytes: 64 << 10, ..MoeConfig::default() }).unwrap()
-}
-
-/// Numbers of tokens that differ by rank: of rank `r` the `r + shift`-th.
-fn ragged(world: usize, shift: usize) -> Vec<usize> {
-    (0..world).map(|rank| [0, 33, 1, 128][(rank + shift) % 4]).collect()
-}
-
-pub fn every_form(comm: &Communicator) {
-    let world = comm.world_size();
-    let mut moe = moe(comm);
+pub fn every_form<B: MoeBackend>(rank: &B) {
+    let world = rank.world_size();
+    let moe = &mut rank.opened(SMALL);
     for tokens in [vec![0; world], vec![1; world], vec![17; world], ragged(world, 0), ragged(world, 3)] {
         for choice in
             [Choice::Spread, Choice::AllTo(world - 1), Choice::Nobody, Choice::Wild, Choice::InHalves]
         {
             for (local, top_k) in [(4, 2), (2, 5), (1, 1), (8, 8)] {
                 let case = Case::new(world, local * world, top_k);
-                Case { tokens: tokens.clone(), choice, biases: top_k % 3, ..case }.check(comm, &mut moe);
+                Case { tokens: tokens.clone(), choice, biases: top_k % 3, ..case }.check(rank, moe);
             }
         }
     }
 }
 
-pub fn every_dtype(comm: &Communicator) {
-    let mut moe = moe(comm);
-    for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
+pub fn every_dtype<B: MoeBackend>(rank: &B) {
+    let moe = &mut rank.opened(SMALL);
+    for &dtype in B::SUMMED {
         for (biases, ids) in [(0, DType::I64), (1, DType::I32), (2, DType::I64)] {
-            let case = Case::new(comm.world_size(), 4 * comm.world_size(), 3);
-            Case { dtype, biases, ids, hidden: 24, ..case }.check(comm, &mut moe);
+            let case = Case::new(rank.world_size(), 4 * rank.world_size(), 3);
+            Case { dtype, biases, ids, hidden: 24, ..case }.check(rank, moe);
         }
     }
 }
 
-pub fn scales_of_either_kind(comm: &Communicator) {
-    let mut moe = Moe::new(comm, MoeConfig::default()).unwrap();
+pub fn scales_of_either_kind<B: MoeBackend>(rank: &B) {
+    let moe = &mut rank.opened(MoeConfig::default());
     for (scales, hidden) in [(DType::F32, 128), (DType::F32, 384), (DType::I32, 512), (DType::I32, 640)] {
-        let case = Case::new(comm.world_size(), 8, 3);
+        let case = Case::new(rank.world_size(), 8, 3);
         let case = Case { dtype: DType::U8, scales: Some(scales), hidden, ..case };
-        let run = Run { case: &case, comm, ranks: case.ranks() };
+        let run = Run { case: &case, rank, ranks: case.ranks() };
         let received = reference::dispatch(&run.ranks, case.num_experts, case.top_k);
-        let routes = run.notify(&mut moe);
-        run.dispatch(&mut moe, &routes, &received, true);
-        run.dispatch(&mut moe, &routes, &received, false);
+        let routes = run.notify(moe);
+        run.dispatch(moe, &routes, &received, true);
+        run.dispatch(moe, &routes, &received, false);
         // What is made of codes may be of another dtype and length.
         let made = Case { dtype: DType::BF16, scales: None, hidden: 64, ..case.clone() };
-        Run { case: &made, comm, ranks: run.ranks }.combine(&mut moe, &routes, &received);
+        Run { case: &made, rank, ranks: run.ranks }.combine(moe, &routes, &received);
     }
 }
 
-pub fn special_values(comm: &Communicator) {
-    let mut moe = moe(comm);
-    for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
+pub fn special_values<B: MoeBackend>(rank: &B) {
+    let moe = &mut rank.opened(SMALL);
+    for &dtype in B::SUMMED {
         for biases in 0..3 {
-            let case = Case::new(comm.world_size(), 2 * comm.world_size(), 4);
-            Case { dtype, biases, special: true, ..case }.check(comm, &mut moe);
+            let case = Case::new(rank.world_size(), 2 * rank.world_size(), 4);
+            Case { dtype, biases, special: true, ..case }.check(rank, moe);
         }
     }
 }
 
 /// Regions from the size of two records on: every row is in a piece of its own, and the rows of a token come in different pieces.
-pub fn regions_of_any_size(comm: &Communicator) {
-    let world = comm.world_size();
+pub fn regions_of_any_size<B: MoeBackend>(rank: &B) {
+    let world = rank.world_size();
     let case = Case { tokens: ragged(world, 1), biases: 1, ..Case::new(world, 2 * world, 3) };
     let record = 16 + 16 * 4 + 3 * 8; // of a dispatch; those of a combine are shorter
     for records in [2, 4, 6, 10, 34] {
-        case.check_in(comm, records * (record as usize).next_multiple_of(16));
+        case.check_in(rank, rank.region_of(records, record));
     }
     // What was in a half is not used again, though calls begin in either one.
-    let mut moe = Moe::new(comm, MoeConfig { region_bytes: 1000, ..MoeConfig::default() }).unwrap();
+    let region_bytes = rank.region_of(9, record);
+    let moe = &mut rank.opened(MoeConfig { region_bytes, ..MoeConfig::default() });
     for seed in 0..20 {
-        Case { seed, tokens: vec![seed as usize % 7; world], ..case.clone() }.check(comm, &mut moe);
+        Case { seed, tokens: vec![seed as usize % 7; world], ..case.clone() }.check(rank, moe);
     }
 }
 
-pub fn capacities(comm: &Communicator) {
-    let world = comm.world_size();
-    let mut moe = moe(comm);
+pub fn capacities<B: MoeBackend>(rank: &B) {
+    let world = rank.world_size();
+    let moe = &mut rank.opened(SMALL);
     let case = Case { tokens: ragged(world, 1), biases: 1, ..Case::new(world, 2 * world, 3) };
     let all = reference::dispatch(&case.ranks(), case.num_experts, case.top_k);
     let exact: Vec<usize> = all.iter().map(Vec::len).collect();
@@ -99,86 +100,100 @@ pub fn capacities(comm: &Communicator) {
         vec![case.tokens.iter().sum(); world],
     ];
     for capacity in capacities {
-        Case { capacity: Some(capacity), ..case.clone() }.check(comm, &mut moe);
+        Case { capacity: Some(capacity), ..case.clone() }.check(rank, moe);
     }
 }
 
-pub fn as_many_experts_as_ranks(comm: &Communicator) {
-    let world = comm.world_size();
-    let mut moe = moe(comm);
+pub fn as_many_experts_as_ranks<B: MoeBackend>(rank: &B) {
+    let world = rank.world_size();
+    let moe = &mut rank.opened(SMALL);
     for top_k in [1, world, 32] {
-        Case { choice: Choice::Wild, ..Case::new(world, world, top_k) }.check(comm, &mut moe);
+        Case { choice: Choice::Wild, ..Case::new(world, world, top_k) }.check(rank, moe);
     }
 }
 
-pub fn many_tokens(comm: &Communicator) {
-    let case = Case { tokens: vec![4096, 1000], ..Case::new(2, 8, 2) };
-    let run = Run { case: &case, comm, ranks: case.ranks() };
-    let received = reference::dispatch(&run.ranks, case.num_experts, case.top_k);
-    let mut moe = moe(comm);
-    let routes = run.notify(&mut moe);
-    run.dispatch(&mut moe, &routes, &received, true);
-    run.combine(&mut moe, &routes, &received);
+pub fn many_tokens<B: MoeBackend>(rank: &B) {
+    let moe = &mut rank.opened(SMALL);
+    let few = Case { tokens: vec![4096, 1000], ..Case::new(2, 8, 2) };
+    let many = Case { dtype: DType::BF16, hidden: 64, num_experts: 256, top_k: 8, ..few.clone() };
+    for case in [few, Case { capacity: Some(vec![4000, 3000]), biases: 2, ..many.clone() }, many] {
+        let run = Run { case: &case, rank, ranks: case.ranks() };
+        let received = reference::dispatch(&run.ranks, case.num_experts, case.top_k);
+        let routes = run.notify(moe);
+        run.dispatch(moe, &routes, &received, true);
+        run.combine(moe, &routes, &received);
+    }
 }
 
-pub fn routes_of_two_calls_at_once(comm: &Communicator) {
-    let world = comm.world_size();
-    let mut moe = moe(comm);
+pub fn routes_of_two_calls_at_once<B: MoeBackend>(rank: &B) {
+    let world = rank.world_size();
+    let moe = &mut rank.opened(SMALL);
     let cases = [1, 2].map(|seed| Case {
         seed,
         tokens: ragged(world, seed as usize),
         ..Case::new(world, 4 * world, 2)
     });
-    let runs = cases.each_ref().map(|case| Run { case, comm, ranks: case.ranks() });
+    let runs = cases.each_ref().map(|case| Run { case, rank, ranks: case.ranks() });
     let received =
         runs.each_ref().map(|run| reference::dispatch(&run.ranks, run.case.num_experts, run.case.top_k));
-    let routes = runs.each_ref().map(|run| run.notify(&mut moe));
+    let routes = runs.each_ref().map(|run| run.notify(moe));
     for index in [0, 1, 1, 0] {
-        runs[index].dispatch(&mut moe, &routes[index], &received[index], true);
+        runs[index].dispatch(moe, &routes[index], &received[index], true);
     }
     for index in [1, 0, 0, 1] {
-        runs[index].combine(&mut moe, &routes[index], &received[index]);
+        runs[index].combine(moe, &routes[index], &received[index]);
     }
 }
 
-pub fn beside_other_operations(comm: &Communicator) {
-    let mut moe = moe(comm);
+pub fn beside_other_operations<B: MoeBackend>(rank: &B) {
+    let moe = &mut rank.opened(SMALL);
     for seed in 0..5 {
-        let case = Case { seed, ..Case::new(comm.world_size(), 2 * comm.world_size(), 2) };
-        case.check(comm, &mut moe);
-        comm.barrier().unwrap();
-        let all = comm.exchange_objects(&format!("{seed}")).unwrap();
-        assert_eq!(all, vec![seed.to_string(); comm.world_size()]);
+        let case = Case { seed, ..Case::new(rank.world_size(), 2 * rank.world_size(), 2) };
+        case.check(rank, moe);
+        rank.barrier().unwrap();
+        let all = rank.exchange_objects(&format!("{seed}")).unwrap();
+        assert_eq!(all, vec![seed.to_string(); rank.world_size()]);
     }
 }
 
 /// ⟨dispatch x, y⟩ over all ranks is ⟨x, combine y⟩: in small integers, exactly.
-pub fn dispatch_and_combine_are_adjoint(comm: &Communicator) {
-    let (rank, world) = (comm.rank(), comm.world_size());
-    let (tokens, hidden, experts) = (40 + rank, 8, 4 * world);
-    let mut moe = moe(comm);
-    let number = |salt: usize, index: usize| ((index * 2_654_435_761 + salt * 40_503) >> 7) % 17;
-    let ids: Vec<i64> = (0..tokens * 3).map(|i| number(rank, i) as i64 % experts as i64).collect();
-    let x: Vec<f64> = (0..tokens * hidden).map(|i| number(rank + 9, i) as f64 - 8.0).collect();
-    let layout = layout(&TensorView::new(&ids, &[tokens, 3]).unwrap(), experts, world).unwrap();
-    let format = RowFormat { hidden, dtype: DType::F64, scales: None };
-    let routes = moe.notify(comm, &Routing::of(&layout, format)).unwrap();
-    let rows = routes.rows();
-    let y: Vec<f64> = (0..rows * hidden).map(|i| number(rank + 31, i) as f64 - 8.0).collect();
-    let (mut dispatched, mut combined) = (vec![0.0; rows * hidden], vec![0.0; tokens * hidden]);
-    let [sent, here] = [[tokens, hidden], [rows, hidden]];
-    let call = Dispatch {
-        tokens: Tokens::of(TensorView::new(&x, &sent).unwrap()),
-        received: Tokens::of(TensorViewMut::new(&mut dispatched, &here).unwrap()),
+pub fn dispatch_and_combine_are_adjoint<B: MoeBackend>(rank: &B) {
+    let world = rank.world_size();
+    let case = Case {
+        tokens: (0..world).map(|rank| 40 + rank).collect(),
+        hidden: 8,
+        ..Case::new(world, 4 * world, 3)
     };
-    moe.dispatch(comm, &routes, call).unwrap();
-    let output = TensorViewMut::new(&mut combined, &sent).unwrap();
-    moe.combine(comm, &routes, Combine::of(TensorView::new(&y, &here).unwrap(), output)).unwrap();
-    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-    let all = comm.exchange_objects(&format!("{} {}", dot(&dispatched, &y), dot(&x, &combined))).unwrap();
-    let total = |part: usize| -> f64 {
-        all.iter().map(|pair| pair.split(' ').nth(part).unwrap().parse::<f64>().unwrap()).sum()
+    let moe = &mut rank.opened(SMALL);
+    let routes = Run { case: &case, rank, ranks: case.ranks() }.notify(moe);
+    let number = |salt: usize, index: usize| {
+        (((index * 2_654_435_761 + (rank.rank() + salt) * 40_503) >> 7) % 17) as f64 - 8.0
     };
-    assert_eq!(total(0), total(1));
-    assert_ne!(total(0), 0.0);
+    let numbers = |salt: usize, rows: usize| {
+        let content: Vec<u8> =
+            (0..rows * case.hidden).flat_map(|index| element(case.dtype, number(salt, index))).collect();
+        Tensor::holding(rank, case.dtype, &[rows, case.hidden], &content)
+    };
+    let (x, y) = (numbers(9, case.tokens[rank.rank()]), numbers(31, B::rows(&routes)));
+    let [mut dispatched, mut combined] =
+        [&y, &x].map(|like| Tensor::unwritten(rank, case.dtype, like.shape()));
+    let call = Dispatch { tokens: Tokens::of(x.view()), received: Tokens::of(dispatched.view_mut()) };
+    rank.dispatch(moe, &routes, call).unwrap();
+    rank.combine(moe, &routes, Combine::of(y.view(), combined.view_mut())).unwrap();
+    assert_adjoint(rank, &[(&dispatched, &y)], &[(&x, &combined)]);
 }
+
+/// Over all ranks, the products of the tensors of each pair have the same sum there and here, and it is not 0.
+pub fn assert_adjoint<B: MoeBackend>(rank: &B, there: &[Pair<'_, B>], here: &[Pair<'_, B>]) {
+    let values = |tensor: &Tensor<B>| -> Vec<f64> {
+        tensor.content().chunks(tensor.dtype().size()).map(|cell| value(tensor.dtype(), cell)).collect()
+    };
+    let dot = |(a, b): &Pair<'_, B>| values(a).iter().zip(values(b)).map(|(a, b)| a * b).sum::<f64>();
+    let own = [there, here].map(|pairs| pairs.iter().map(dot).sum::<f64>());
+    let all = rank.exchange_objects(&own).unwrap();
+    let [there, here] = [0, 1].map(|side| all.iter().map(|sums| sums[side]).sum::<f64>());
+    assert_eq!(there, here);
+    assert_ne!(there, 0.0);
+}
+
+type Pair<'a, B> = (&'a Tensor<B>, &'a Tensor<B>);

@@ -14,12 +14,12 @@ use antiphon_testing::{Need, need};
 
 use crate::{
     Calls, DEADLINE, OnGpu, Outcome, Rank, by_expert,
-    by_expert_case::ByExpertCase,
-    case::Case,
-    check, gpus, on_host,
-    slot_case::SlotCase,
-    slots::{self, SMALL},
-    that_may_fail,
+    cases::{
+        by_expert::ByExpertCase,
+        by_token::Case,
+        slots::{SMALL, SlotCase},
+    },
+    check, gpus, on_host, slots, that_may_fail,
 };
 
 type FailAllocation = unsafe extern "C" fn(usize, usize) -> u32;

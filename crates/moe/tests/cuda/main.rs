@@ -1,27 +1,17 @@
-//! Dispatch and combine between GPUs against the host, bit by bit. Ranks are threads, one for each GPU; without a GPU for every
+//! What only GPUs have: graphs, halves of calls, rings, other tenants; with the bits of the host. What every backend does is in
+//! `tests/conformance/`. Ranks are threads, one for each GPU; without a GPU for every
 //! rank a test is recorded as skipped. Threads cannot share a GPU here: a rank that loads a kernel or frees memory waits for all kernels
 //! of the process, and a kernel of the other rank may wait for this rank. The Python tests have processes, which can.
 
 mod by_expert;
-#[allow(dead_code)]
-#[path = "../conformance/by_expert.rs"]
-mod by_expert_case;
-#[allow(dead_code)] // the tests of the host use all of it
-#[path = "../conformance/case.rs"]
-mod case;
+#[allow(dead_code)] // the behaviours of all backends use all of it
+#[path = "../cases/mod.rs"]
+mod cases;
 mod failures;
 mod orders;
 mod refused;
 mod rings;
-#[path = "../../../fabric/tests/cuda/rotation.rs"]
-mod rotation;
-#[allow(dead_code)]
-#[path = "../conformance/slots.rs"]
-mod slot_case;
 mod slots;
-#[allow(dead_code)]
-#[path = "../conformance/tensor.rs"]
-mod tensor;
 
 use std::{ops::Range, time::Duration};
 
@@ -34,10 +24,13 @@ use antiphon_moe::{
     layout,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
-use antiphon_testing::{gpus, sized};
-use case::{Case, Choice, hash};
-use rotation::{Rotation, rotate};
-use tensor::{Tensor, UNWRITTEN};
+use antiphon_testing::rotation::{Rotation, rotate};
+use antiphon_testing::{UNWRITTEN, gpus, sized};
+use cases::{
+    by_token::{Case, Choice},
+    hash,
+    tensor::Array,
+};
 
 /// The seeds of what a graph is replayed with.
 fn replays() -> Range<u64> {
@@ -89,7 +82,7 @@ impl Rank {
         Ok(Self { comm, context, stream, host, moe })
     }
 
-    fn upload(&self, tensor: &Tensor) -> Outcome<OnGpu> {
+    fn upload(&self, tensor: &Array) -> Outcome<OnGpu> {
         let gpu = self.unwritten(tensor.dtype, &tensor.shape)?;
         gpu.memory.write(&self.stream, 0, &tensor.content())?;
         Ok(gpu)
@@ -154,21 +147,13 @@ fn with_deadline(
     }
 }
 
-/// A rank's tensors of a case: x, ids, weights.
-fn inputs(case: &Case, rank: usize) -> [Tensor; 3] {
-    let rank = case.ranks().swap_remove(rank);
-    let tokens = rank.x.len();
-    let ids: Vec<u8> = rank.ids.iter().flat_map(|id| id.to_ne_bytes()).collect();
-    let weights: Vec<u8> = rank.weights.iter().flat_map(|weight| weight.to_ne_bytes()).collect();
-    [
-        Tensor::holding(case.dtype, &[tokens, case.hidden], &rank.x.concat()),
-        Tensor::holding(DType::I64, &[tokens, case.top_k], &ids),
-        Tensor::holding(DType::F32, &[tokens, case.top_k], &weights),
-    ]
+/// A rank's x, ids and weights of a case.
+fn inputs(case: &Case, rank: usize) -> [Array; 3] {
+    case.arrays(&case.ranks()[rank])
 }
 
 /// What the host makes of a case: the layout; received x, ids, weights; sums, and sums of weights, of what came.
-fn on_host(rank: &mut Rank, case: &Case) -> Outcome<(Layout, [Tensor; 3], [Tensor; 2])> {
+fn on_host(rank: &mut Rank, case: &Case) -> Outcome<(Layout, [Array; 3], [Array; 2])> {
     let [x, ids, weights] = inputs(case, rank.comm.rank());
     let world_size = rank.comm.world_size();
     let layout = layout(&ids.view(), case.num_experts, world_size)?;
@@ -176,9 +161,9 @@ fn on_host(rank: &mut Rank, case: &Case) -> Outcome<(Layout, [Tensor; 3], [Tenso
     let routing = Routing { capacity, ..Routing::of(&layout, case.format()) };
     let routes = rank.host.notify(&rank.comm, &routing)?;
     let (rows, tokens) = (routes.rows(), routes.num_tokens());
-    let mut to_x = Tensor::unwritten(case.dtype, &[rows, case.hidden]);
-    let mut to_ids = Tensor::unwritten(DType::I64, &[rows, case.top_k]);
-    let mut to_weights = Tensor::unwritten(DType::F32, &[rows, case.top_k]);
+    let mut to_x = Array::unwritten(case.dtype, &[rows, case.hidden]);
+    let mut to_ids = Array::unwritten(DType::I64, &[rows, case.top_k]);
+    let mut to_weights = Array::unwritten(DType::F32, &[rows, case.top_k]);
     let choices = Choices { ids: to_ids.view_mut(), weights: to_weights.view_mut() };
     let call = Dispatch {
         tokens: Tokens {
@@ -189,8 +174,8 @@ fn on_host(rank: &mut Rank, case: &Case) -> Outcome<(Layout, [Tensor; 3], [Tenso
         received: Tokens { x: to_x.view_mut(), scales: None, choices: Some(choices) },
     };
     rank.host.dispatch(&rank.comm, &routes, call)?;
-    let mut sums = Tensor::unwritten(case.dtype, &[tokens, case.hidden]);
-    let mut weight_sums = Tensor::unwritten(DType::F32, &[tokens, case.top_k]);
+    let mut sums = Array::unwritten(case.dtype, &[tokens, case.hidden]);
+    let mut weight_sums = Array::unwritten(DType::F32, &[tokens, case.top_k]);
     let call = Combine {
         rows: to_x.view(),
         weights: Some(to_weights.view()),
@@ -286,7 +271,7 @@ impl Calls {
         Ok(unsafe { rank.moe.combine(&self.routes, call, stream) }?)
     }
 
-    fn compare(&self, rank: &Rank, case: &Case, received: &[Tensor; 3], sums: &[Tensor; 2]) -> Outcome {
+    fn compare(&self, rank: &Rank, case: &Case, received: &[Array; 3], sums: &[Array; 2]) -> Outcome {
         let names = ["x", "ids", "weights", "sums", "sums of weights"];
         let got = self.received.iter().chain(&self.sums);
         for ((got, expected), name) in got.zip(received.iter().chain(sums)).zip(names) {
@@ -352,35 +337,6 @@ fn every_case(world_size: usize, config: MoeConfig) {
     });
 }
 
-#[test]
-fn rows_and_sums_have_the_hosts_bits_on_1_gpus() {
-    every_case(1, MoeConfig::for_gpus());
-}
-
-#[test]
-fn rows_and_sums_have_the_hosts_bits_on_2_gpus() {
-    every_case(2, MoeConfig::for_gpus());
-}
-
-#[test]
-fn rows_and_sums_have_the_hosts_bits_on_3_gpus() {
-    every_case(3, MoeConfig::for_gpus());
-}
-
-#[test]
-fn rows_and_sums_have_the_hosts_bits_on_4_gpus() {
-    every_case(4, MoeConfig::for_gpus());
-}
-
-#[test]
-fn many_tokens_have_the_hosts_bits_on_2_gpus() {
-    on_gpus(2, MoeConfig::for_gpus(), |rank| {
-        let case = Case { tokens: vec![4096, 1000], dtype: DType::BF16, hidden: 64, ..Case::new(2, 256, 8) };
-        check(rank, &case)?;
-        check(rank, &Case { capacity: Some(vec![4000, 3000]), biases: 2, ..case })
-    });
-}
-
 /// Every record waits until the one before has been read.
 #[test]
 fn a_region_of_two_rows_has_the_hosts_bits_on_2_gpus() {
@@ -401,9 +357,14 @@ fn a_region_of_two_rows_has_the_hosts_bits_on_2_gpus() {
 
 #[test]
 fn any_number_of_multiprocessors_will_do_on_2_gpus() {
-    for num_sms in [2, 5, 132] {
+    for num_sms in [2, 5, 24, 132] {
         every_case(2, MoeConfig { num_sms, ..MoeConfig::for_gpus() });
     }
+}
+
+#[test]
+fn any_number_of_multiprocessors_will_do_on_4_gpus() {
+    every_case(4, MoeConfig::for_gpus());
 }
 
 /// Some tens of pieces, each of some tens of rows.
@@ -508,22 +469,6 @@ fn a_graph_replays_the_capacity_form_with_other_choices_on_2_gpus() {
     });
 }
 
-#[test]
-fn ranks_that_differ_hear_of_it_on_2_gpus() {
-    on_gpus(2, MoeConfig::for_gpus(), |rank| {
-        let case = Case { dtype: DType::BF16, ..Case::new(2, 8, 2) };
-        let other = Case { num_experts: 16, ..case.clone() };
-        let mine = if rank.comm.rank() == 0 { &case } else { &other };
-        let [_, ids, _] = inputs(mine, rank.comm.rank());
-        let layout = layout(&ids.view(), mine.num_experts, 2)?;
-        let error = Calls::new(rank, mine, &layout).err().expect("a mismatch").to_string();
-        // The rank that comes later may hear of it from the other one.
-        let hears = error.contains("8 experts, top-2") && error.contains("16 experts, top-2");
-        assert!(hears || error.contains("aborted"), "{error}");
-        Ok(())
-    });
-}
-
 /// Another tenant of the same communicator moves data on a stream of its own; one rank is late between the two, so both kernels
 /// of the other rank wait at once.
 #[test]
@@ -538,7 +483,7 @@ fn another_tenant_works_beside_on_2_gpus() {
         let mut calls = Calls::new(rank, &case, &layout)?;
         let bytes = 1 << 20;
         let of = |rank: usize| vec![rank as u8 + 1; bytes];
-        let input = rank.upload(&Tensor::holding(DType::U8, &[bytes], &of(me)))?;
+        let input = rank.upload(&Array::holding(DType::U8, &[bytes], &of(me)))?;
         let rotated = rank.unwritten(DType::U8, &[bytes])?;
         rank.comm.barrier()?;
         for round in 0..20 {
@@ -570,7 +515,7 @@ fn a_soak_of_every_form_on_2_gpus() {
         rotations.load_together(&rank.comm, Rotation)?;
         let beside = rank.context.stream()?;
         let bytes = 1 << 18;
-        let input = rank.upload(&Tensor::holding(DType::U8, &[bytes], &vec![me as u8 + 1; bytes]))?;
+        let input = rank.upload(&Array::holding(DType::U8, &[bytes], &vec![me as u8 + 1; bytes]))?;
         let rotated = rank.unwritten(DType::U8, &[bytes])?;
         let mut random = 0x9E37_79B9u32;
         let mut next = |below: usize| {

@@ -1,23 +1,21 @@
 //! Every form around captures and launches of graphs.
 
-#[path = "../../../fabric/tests/cuda/orders.rs"]
-mod in_every_order;
-
 use std::cell::RefCell;
 
 use antiphon_device::cuda::Stream;
 use antiphon_moe::{MoeConfig, SlotFormat};
 use antiphon_tensor::DType;
 
-use self::in_every_order::Calls as Orders;
 use crate::{
     Calls, Outcome, Rank, by_expert,
-    by_expert_case::ByExpertCase,
-    case::Case,
-    on_gpus, on_host,
-    slot_case::SlotCase,
-    slots::{self, SMALL},
+    cases::{
+        by_expert::ByExpertCase,
+        by_token::Case,
+        slots::{SMALL, SlotCase},
+    },
+    on_gpus, on_host, slots,
 };
+use antiphon_testing::orders::Calls as Orders;
 
 /// Makes calls with the stream of a rank in the place of `stream`.
 fn on(rank: &RefCell<&mut Rank>, stream: &Stream, call: impl FnOnce(&Rank) -> Outcome) -> Outcome {

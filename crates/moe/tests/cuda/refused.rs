@@ -16,10 +16,12 @@ use antiphon_moe::SlotFormat;
 
 use crate::{
     Outcome, Rank,
-    case::Case,
+    cases::{
+        by_token::Case,
+        slots::{SMALL, SlotCase},
+    },
     on_gpus,
-    slot_case::SlotCase,
-    slots::{Calls, SMALL},
+    slots::Calls,
 };
 
 /// Cases that differ, one for each call.

@@ -6,8 +6,10 @@ use antiphon_tensor::DType;
 
 use crate::{
     by_expert::check as check_by_expert,
-    by_expert_case::{ByExpertCase, Choice as ByExpertChoice},
-    case::{Case, Choice},
+    cases::{
+        by_expert::{ByExpertCase, Choice as ByExpertChoice},
+        by_token::{Case, Choice},
+    },
     check, on_gpus,
 };
 

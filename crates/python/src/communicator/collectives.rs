@@ -8,7 +8,7 @@ use super::{
     prepare::{call, reducing, rows},
 };
 use crate::{
-    arguments::{Array, Count, Given},
+    arguments::{Argument, Count, Given},
     error::Result,
     handle::Handle,
     operand::Usage,
@@ -52,33 +52,33 @@ macro_rules! operations {
 }
 
 operations! {
-    all_gather, start_all_gather(x: Array<'_, 'py>) {
+    all_gather, start_all_gather(x: Argument<'_, 'py>) {
         Some(x), call(Operation::AllGather)
     }
-    reduce_scatter, start_reduce_scatter(x: Array<'_, 'py>, op: Given<'_, 'py> = None) {
+    reduce_scatter, start_reduce_scatter(x: Argument<'_, 'py>, op: Given<'_, 'py> = None) {
         Some(x), reducing(Operation::ReduceScatter, op)?
     }
-    all_to_all, start_all_to_all(x: Array<'_, 'py>) {
+    all_to_all, start_all_to_all(x: Argument<'_, 'py>) {
         Some(x), call(Operation::AllToAll)
     }
-    all_to_all_v, start_all_to_all_v(x: Array<'_, 'py>, sends: Vec<Count>, receives: Vec<Count>) {
+    all_to_all_v, start_all_to_all_v(x: Argument<'_, 'py>, sends: Vec<Count>, receives: Vec<Count>) {
         Some(x), call(Operation::AllToAllV).with_counts(rows(&sends)).with_receives(rows(&receives))
     }
-    all_gather_v, start_all_gather_v(x: Array<'_, 'py>, counts: Vec<Count>) {
+    all_gather_v, start_all_gather_v(x: Argument<'_, 'py>, counts: Vec<Count>) {
         Some(x), call(Operation::AllGatherV).with_counts(rows(&counts))
     }
     reduce_scatter_v, start_reduce_scatter_v(
-        x: Array<'_, 'py>, counts: Vec<Count>, op: Given<'_, 'py> = None
+        x: Argument<'_, 'py>, counts: Vec<Count>, op: Given<'_, 'py> = None
     ) {
         Some(x), reducing(Operation::ReduceScatterV, op)?.with_counts(rows(&counts))
     }
     broadcast, start_broadcast(x: Given<'_, 'py>, root: i64 = 0) {
         x, call(Operation::Broadcast).with_root(Count::try_from(root)?.0)
     }
-    reduce, start_reduce(x: Array<'_, 'py>, op: Given<'_, 'py> = None, root: i64 = 0) {
+    reduce, start_reduce(x: Argument<'_, 'py>, op: Given<'_, 'py> = None, root: i64 = 0) {
         Some(x), reducing(Operation::Reduce, op)?.with_root(Count::try_from(root)?.0)
     }
-    gather, start_gather(x: Array<'_, 'py>, root: i64 = 0) {
+    gather, start_gather(x: Argument<'_, 'py>, root: i64 = 0) {
         Some(x), call(Operation::Gather).with_root(Count::try_from(root)?.0)
     }
     scatter, start_scatter(x: Given<'_, 'py>, root: i64 = 0) {

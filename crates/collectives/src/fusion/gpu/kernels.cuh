@@ -228,8 +228,7 @@ DEVICE void two_shot(const arguments& a, const fused& f, row_team& team) {
 extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT)
 fused_all_reduce(const __grid_constant__ arguments a, const __grid_constant__ fused f) {
     row_team team(f);
-    pdl_wait();
+    begin_kernel(a);
     const block_end end(a);
-    if (a.dependents == AT_START) pdl_launch_dependents();
     ALGORITHM(a, f, team);
 }

@@ -2,15 +2,15 @@
 
 mod teams;
 
-use std::ptr::{null, null_mut};
-
 use antiphon_device::{
     ReduceOp,
-    cuda::{KernelArgument, Program, StreamRef},
+    cuda::{Program, StreamRef},
 };
 use antiphon_fabric::{
     Operation,
-    gpu::{self, FORMATS, Family, Grid, Launch, Pieces, REDUCE, Reduction, Tenant, Work, kernels},
+    gpu::{
+        self, FORMATS, Family, Grid, Launch, Pieces, REDUCE, Reduction, Tenant, Work, kernel_call, kernels,
+    },
 };
 use antiphon_tensor::quantize::TokenRule;
 
@@ -52,6 +52,7 @@ impl Family for Fusion {
     const SOURCES: &'static [gpu::Source] = &[
         REDUCE,
         FORMATS,
+        Fused::SOURCE,
         gpu::Source::new("fusion/gpu/source.cuh", include_str!("source.cuh")),
         gpu::Source::new("fusion/gpu/team.cuh", include_str!("team.cuh")),
         gpu::Source::new("fusion/gpu/quantize.cuh", include_str!("quantize.cuh")),
@@ -233,47 +234,60 @@ impl Room {
     }
 }
 
-/// `fused` of source.cuh.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Fused {
-    input: *const u8,
-    shared: *const u8,
-    weights: *const u8,
-    index: *const u8,
-    bias: *const u8,
-    pre_weight: *const u8,
-    residual: *const u8,
-    weight: *const u8,
-    sum_out: *mut u8,
-    residual_out: *mut u8,
-    norm_out: *mut u8,
-    inverse_rms_out: *mut u8,
-    codes: *mut u8,
-    scales: *mut u8,
-    scale: *const u8,
-    tokens: u32,
-    first: u32,
-    count: u32,
-    vectors: u32,
-    experts: u32,
-    rows: u32,
-    group: u32,
-    layout: u32,
-    reciprocal: u32,
-    slices: u32,
-    rounds: u32,
-    reducing: u32,
-    inverse_hidden: f32,
-    scale_value: f32,
-    eps: f32,
-    pre_eps: f32,
-    weight_bias: f32,
-    routed_scaling: f32,
+kernel_call! {
+    /// A call for some of its tokens. An address is 0 if the tensor is absent.
+    #[derive(Debug)]
+    pub(crate) struct Fused = "fused" {
+        /// The tensor; the experts' outputs; the rows.
+        input: *const u8,
+        /// The shared expert's output.
+        shared: *const u8,
+        /// Of the experts.
+        weights: *const u8,
+        /// Of the rows.
+        index: *const i32,
+        bias: *const u8,
+        pre_weight: *const u8,
+        residual: *const u8,
+        weight: *const u8,
+        sum_out: *mut u8,
+        residual_out: *mut u8,
+        norm_out: *mut u8,
+        inverse_rms_out: *mut float,
+        codes: *mut u8,
+        scales: *mut u8,
+        scale: *const float,
+        /// Of the call.
+        tokens: u32,
+        /// Tokens of this piece.
+        first: u32,
+        count: u32,
+        /// Vectors of a row.
+        vectors: u32,
+        /// Of the rank, or of a token.
+        experts: u32,
+        /// The rows that there are.
+        rows: u32,
+        /// Vectors that share a scale.
+        group: u32,
+        /// Of the scales.
+        layout: u32,
+        /// FP8_TOKENS: whether scales are products with 1/448, not quotients.
+        reciprocal: u32,
+        /// Slices of a row: 32 vectors each.
+        slices: u32,
+        /// Vectors of a row that a thread has at most.
+        rounds: u32,
+        /// Teams that reduce, where others do the rest.
+        reducing: u32,
+        inverse_hidden: f32 as float,
+        scale_value: f32 as float,
+        eps: f32 as float,
+        pre_eps: f32 as float,
+        weight_bias: f32 as float,
+        routed_scaling: f32 as float,
+    }
 }
-
-// SAFETY: the layout of the kernel's struct: addresses, then words of 32 bits.
-unsafe impl KernelArgument for Fused {}
 
 impl Fused {
     /// The part of the call for `count` tokens from `first` on.
@@ -293,28 +307,27 @@ impl Fused {
             }
         }
         let (scale, scale_value) = match scale {
-            Scale::Value(value) => (null(), value),
-            Scale::Tensor(at) => (at.cast_const(), 0.0),
+            Scale::Value(value) => (0, value),
+            Scale::Tensor(at) => (at as u64, 0.0),
         };
-        let read = |tensor: Option<*mut u8>| tensor.map_or(null(), <*mut u8>::cast_const);
-        let write = |tensor: Option<*mut u8>| tensor.unwrap_or(null_mut());
-        let weight = |norm: Option<RmsNorm<_>>| read(norm.and_then(|norm| norm.weight));
+        let address = |tensor: Option<*mut u8>| tensor.map_or(0, |at| at as u64);
+        let weight = |norm: Option<RmsNorm<_>>| address(norm.and_then(|norm| norm.weight));
         let eps = |norm: Option<RmsNorm<*mut u8>>| norm.map_or(0.0, |norm| norm.eps);
         let mut fused = Self {
-            input: null(),
-            shared: null(),
-            weights: null(),
-            index: null(),
-            bias: read(call.bias),
+            input: 0,
+            shared: 0,
+            weights: 0,
+            index: 0,
+            bias: address(call.bias),
             pre_weight: weight(call.pre_norm),
-            residual: read(call.residual),
+            residual: address(call.residual),
             weight: weight(call.norm),
-            sum_out: write(call.sum_out),
-            residual_out: write(call.residual_out),
-            norm_out: write(call.norm_out),
-            inverse_rms_out: write(call.inverse_rms_out),
-            codes: write(call.codes),
-            scales: write(call.scales),
+            sum_out: address(call.sum_out),
+            residual_out: address(call.residual_out),
+            norm_out: address(call.norm_out),
+            inverse_rms_out: address(call.inverse_rms_out),
+            codes: address(call.codes),
+            scales: address(call.scales),
             scale,
             tokens: call.tokens as u32,
             first: first as u32,
@@ -337,15 +350,16 @@ impl Fused {
         };
         let Counts { experts, rows, top_k } = call.counts;
         match call.source {
-            Source::Tensor { input } => fused.input = input,
+            Source::Tensor { input } => fused.input = input as u64,
             Source::MoeReduction { experts: outputs, scales, shared } => {
-                (fused.input, fused.experts) = (outputs, experts as u32);
-                (fused.weights, fused.shared) = (scales, shared);
+                (fused.input, fused.experts) = (outputs as u64, experts as u32);
+                (fused.weights, fused.shared) = (scales as u64, shared as u64);
             }
             Source::MoeFinalize { rows: outputs, index, scales, shared, routed_scaling } => {
-                (fused.input, fused.rows, fused.index) = (outputs, rows.min(1 << 31) as u32, index);
-                (fused.experts, fused.weights) = (top_k as u32, read(scales));
-                (fused.shared, fused.routed_scaling) = (read(shared), routed_scaling);
+                (fused.input, fused.rows, fused.index) =
+                    (outputs as u64, rows.min(1 << 31) as u32, index as u64);
+                (fused.experts, fused.weights) = (top_k as u32, address(scales));
+                (fused.shared, fused.routed_scaling) = (address(shared), routed_scaling);
             }
         }
         fused

@@ -1,4 +1,4 @@
-// A rank's contribution to a fused all-reduce, and the kernels' arguments. For a program that has SOURCE. Behind
+// A rank's contribution to a fused all-reduce. For a program that has SOURCE. Behind
 // reduce.cuh.
 
 enum { TENSOR, MOE_REDUCTION, MOE_FINALIZE };                      // SOURCE
@@ -9,38 +9,6 @@ enum {                                                             // HAS
 };
 DEVICE constexpr bool has(u32 what) { return HAS & what; }
 enum { SWIZZLED_128X4, SWIZZLED_8X4, LINEAR };                     // layout
-
-// Rust's `Fused` has the same layout. An address is null if the tensor is absent.
-struct fused {
-    const u8* input;      // the tensor; the experts' outputs; the rows
-    const u8* shared;     // the shared expert's output
-    const u8* weights;    // of the experts
-    const i32* index;     // of the rows
-    const u8* bias;
-    const u8* pre_weight;
-    const u8* residual;
-    const u8* weight;
-    u8* sum_out;
-    u8* residual_out;
-    u8* norm_out;
-    float* inverse_rms_out;
-    u8* codes;
-    u8* scales;
-    const float* scale;
-    u32 tokens;           // of the call
-    u32 first, count;     // tokens of this piece
-    u32 vectors;          // of a row
-    u32 experts;          // of the rank, or of a token
-    u32 rows;             // that there are
-    u32 group;            // vectors that share a scale
-    u32 layout;           // of the scales
-    u32 reciprocal;       // FP8_TOKENS: scales are products with 1/448, not quotients
-    u32 slices;           // of a row: 32 vectors each
-    u32 rounds;           // vectors of a row that a thread has at most
-    u32 reducing;         // teams that reduce, where others do the rest
-    float inverse_hidden;
-    float scale_value, eps, pre_eps, weight_bias, routed_scaling;
-};
 
 // The number of rows that are loaded at once: as many as the registers allow.
 constexpr u32 GATHERED = SHORT && THREADS <= 128 ? 8 : 4;

@@ -1,6 +1,6 @@
 // All-gather of a list of tensors: as the all-gather of one tensor that has the rows of all. Behind rows.cuh and lists.cuh.
 
-LIST_KERNEL(all_gather_list) {
+KERNEL_OF(all_gather_list, list, l) {
     const u32 count = l.first[l.tensors];
     const rows mine = rows_of_warp(blockIdx.x, gridDim.x);
     turn t;

@@ -2,11 +2,11 @@
 
 use antiphon_device::{
     ReduceOp,
-    cuda::{KernelArgument, Program, StreamRef},
+    cuda::{Program, StreamRef},
 };
 use antiphon_fabric::{
     Signature,
-    gpu::{Family, Grid, Launch, Pieces, REDUCE, ROWS, Reduction, Source, Work, kernels},
+    gpu::{Family, Grid, Launch, Pieces, REDUCE, ROWS, Reduction, Source, Work, kernel_call, kernels},
 };
 use antiphon_operation::{Call, digest};
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
@@ -21,7 +21,7 @@ use crate::{
     error::Result,
 };
 
-/// As many as MAX_TENSORS in lists.cuh.
+/// The most tensors of a launch.
 const MAX_TENSORS: usize = 64;
 /// The algorithm's number in the rows of the table.
 const COALESCED: u8 = 1;
@@ -52,9 +52,14 @@ impl Family for MovingLists {
     const SOURCES: &'static [Source] = &[
         ROWS,
         BYTES,
+        List::SOURCE,
         LISTS,
         Source::new("gather_scatter/lists/all_gather_list.cuh", include_str!("all_gather_list.cuh")),
     ];
+
+    fn define(&self, program: Program, _world_size: usize) -> Program {
+        program.define("MAX_TENSORS", MAX_TENSORS)
+    }
 
     /// A thread needs more registers than for one tensor.
     fn most_blocks(&self, _world_size: usize) -> u32 {
@@ -72,12 +77,13 @@ impl Family for ReducingLists {
     const NAME: &'static str = "reduction_of_lists.cuh";
     const SOURCES: &'static [Source] = &[
         REDUCE,
+        List::SOURCE,
         LISTS,
         Source::new("gather_scatter/lists/reduce_scatter_list.cuh", include_str!("reduce_scatter_list.cuh")),
     ];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
-        self.0.define(program)
+        self.0.define(program).define("MAX_TENSORS", MAX_TENSORS)
     }
 
     /// As for [`MovingLists`].
@@ -86,19 +92,18 @@ impl Family for ReducingLists {
     }
 }
 
-/// `list` of lists.cuh.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(crate) struct List {
-    input: [u64; MAX_TENSORS],
-    output: [u64; MAX_TENSORS],
-    count: [u32; MAX_TENSORS],
-    first: [u32; MAX_TENSORS + 1],
-    tensors: u32,
+kernel_call! {
+    /// The tensors of a launch.
+    pub(crate) struct List = "list" {
+        input: [*const u8; MAX_TENSORS],
+        output: [*mut u8; MAX_TENSORS],
+        /// Bytes of a block, or elements where they are reduced.
+        count: [u32; MAX_TENSORS],
+        /// The first row, or vector, of each; then the number of all.
+        first: [u32; MAX_TENSORS + 1],
+        tensors: u32,
+    }
 }
-
-// SAFETY: the layout of the kernel's struct: 64-bit words, then an even number of those of 32.
-unsafe impl KernelArgument for List {}
 
 impl List {
     /// The list of checked calls, whose blocks consist of rows or vectors of `unit` bytes.

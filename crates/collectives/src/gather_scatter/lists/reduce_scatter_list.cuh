@@ -1,7 +1,7 @@
 // Reduce-scatter of a list of tensors: as the reduce-scatter of one tensor that has the vectors of all. Behind reduce.cuh and
 // lists.cuh.
 
-LIST_KERNEL(reduce_scatter_list) {
+KERNEL_OF(reduce_scatter_list, list, l) {
     const u32 vectors = l.first[l.tensors], next = blockIdx.x % PEERS, peer = rank_of(a, next);
     turn t;
     const auto load_for = [&](u32 rank, u32 i) {

@@ -18,18 +18,6 @@ constexpr u32 SENT = 4; // rows that a sending warp stores at a time, while it l
 constexpr u32 RECEIVED_AT_ONCE = 14, RING = 64; // with 16, registers spill
 static_assert(RECEIVED_AT_ONCE + (RING / 4 - 1) + RECEIVED_AT_ONCE + (SENT - 1) <= RING, "a sender can complete a batch");
 
-// A rank's messages in a launch, by the peers' ranks. Rust's `Messages` has the same layout.
-struct messages {
-    const u8* input[MAX_WORLD];
-    u8* output[MAX_WORLD];
-    u64 sent_count[MAX_WORLD], received_count[MAX_WORLD]; // the counts in the heads
-    u32 sent[MAX_WORLD], received[MAX_WORLD];             // bytes
-    u32 to, from;                                         // bits of the ranks that a message goes to, and comes from
-    u32 own_bytes;                                        // what this rank copies from `own_input` to `own_output`
-    const u8* own_input;
-    u8* own_output;
-};
-
 // In the control words of a peer's ring, `slot` counts the rows sent and `dirty_lower` the rows received. `dirty_upper` counts the
 // sent rows that the peer has received; the peer writes it.
 DEVICE control* state_of(u8* arena, u32 peer, u32 channel) { return (control*)arena + peer * CHANNELS + channel; }
@@ -177,8 +165,7 @@ DEVICE u32 peer_of(const arguments& a, u32 ranks, u32 n) {
 // piece that this rank keeps, while the peers' rows travel.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 exchange(const __grid_constant__ arguments a, const __grid_constant__ messages m) {
-    pdl_wait();
-    if (a.dependents == AT_START) pdl_launch_dependents();
+    begin_kernel(a);
     const u32 sends = __popc(m.to), messages_here = sends + __popc(m.from);
     const u32 message = blockIdx.x % messages_here, block = blockIdx.x / messages_here, blocks = gridDim.x / messages_here;
     if (ld_relaxed_sys(&((control*)a.own + blockIdx.x)->failed) != 0) return;

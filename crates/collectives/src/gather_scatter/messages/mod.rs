@@ -1,9 +1,9 @@
 //! Messages between GPUs, and the operations that are made of them; `messages.cuh` has the protocol.
 
-use antiphon_device::cuda::{DevicePointer, KernelArgument, LaunchConfig, Program, StreamRef, memory};
+use antiphon_device::cuda::{DevicePointer, LaunchConfig, Program, StreamRef, memory};
 use antiphon_fabric::{
     FabricError, Operation, Signature,
-    gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, ROWS, Source, THREADS, Work, kernels},
+    gpu::{Family, Grid, Launch, MAX_WORLD, Pieces, ROWS, Source, THREADS, Work, kernel_call, kernels},
 };
 use antiphon_operation::Root;
 use antiphon_tensor::{TensorView, TensorViewMut};
@@ -30,8 +30,12 @@ impl Family for Messaging {
     type Kernel = Kernel;
     type Arguments = Messages;
     const NAME: &'static str = "messaging.cuh";
-    const SOURCES: &'static [Source] =
-        &[ROWS, BYTES, Source::new("gather_scatter/messages/messages.cuh", include_str!("messages.cuh"))];
+    const SOURCES: &'static [Source] = &[
+        ROWS,
+        BYTES,
+        Messages::SOURCE,
+        Source::new("gather_scatter/messages/messages.cuh", include_str!("messages.cuh")),
+    ];
 
     /// A grid has a block for each multiprocessor at most, but a thread needs many registers for the rows under way; and there
     /// is room for what sends beside what receives.
@@ -59,25 +63,28 @@ const fn rings(world_size: usize) -> u32 {
     }
 }
 
-/// `messages` of messages.cuh.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Messages {
-    input: [u64; MAX_WORLD],
-    output: [u64; MAX_WORLD],
-    sent_count: [u64; MAX_WORLD],
-    received_count: [u64; MAX_WORLD],
-    sent: [u32; MAX_WORLD],
-    received: [u32; MAX_WORLD],
-    to: u32,
-    from: u32,
-    own_bytes: u32,
-    own_input: u64,
-    own_output: u64,
+kernel_call! {
+    /// A rank's messages in a launch, by the peers' ranks.
+    #[derive(Debug, Default)]
+    pub(crate) struct Messages = "messages" {
+        input: [*const u8; MAX_WORLD],
+        output: [*mut u8; MAX_WORLD],
+        /// The counts in the heads.
+        sent_count: [u64; MAX_WORLD],
+        received_count: [u64; MAX_WORLD],
+        /// Bytes.
+        sent: [u32; MAX_WORLD],
+        received: [u32; MAX_WORLD],
+        /// A bit for each rank that a message goes to.
+        to: u32,
+        /// A bit for each rank that a message comes from.
+        from: u32,
+        /// What this rank copies from `own_input` to `own_output`.
+        own_bytes: u32,
+        own_input: *const u8,
+        own_output: *mut u8,
+    }
 }
-
-// SAFETY: the layout of the kernel's struct: 64-bit words, those of 32, padding, and words of 64; C lays out both.
-unsafe impl KernelArgument for Messages {}
 
 /// Bytes of one message at most; a longer one goes in several.
 const MOST_BYTES: usize = 1 << 30;

@@ -2,9 +2,9 @@
 
 pub(super) mod uneven;
 
-use antiphon_device::cuda::{KernelArgument, Program, StreamRef};
+use antiphon_device::cuda::{Program, StreamRef};
 use antiphon_fabric::gpu::{
-    Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, Work, kernels,
+    Family, Grid, Launch, MAX_WORLD, Pieces, REDUCE, Reduction, Source, Work, kernel_call, kernels,
 };
 use antiphon_operation::Root;
 
@@ -26,8 +26,11 @@ impl Family for ReducingParts {
     type Kernel = Kernel;
     type Arguments = PartsOfRanks;
     const NAME: &'static str = "reduction_of_parts.cuh";
-    const SOURCES: &'static [Source] =
-        &[REDUCE, Source::new("gather_scatter/parts/reduce_parts.cuh", include_str!("reduce_parts.cuh"))];
+    const SOURCES: &'static [Source] = &[
+        REDUCE,
+        PartsOfRanks::SOURCE,
+        Source::new("gather_scatter/parts/reduce_parts.cuh", include_str!("reduce_parts.cuh")),
+    ];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
         self.0.define(program)
@@ -39,16 +42,14 @@ impl Family for ReducingParts {
     }
 }
 
-/// `parts` of reduce_parts.cuh.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct PartsOfRanks {
-    input: [u64; MAX_WORLD],
-    count: [u32; MAX_WORLD],
+kernel_call! {
+    /// The elements of each rank's part of the input, in a launch.
+    #[derive(Debug, Default)]
+    pub(crate) struct PartsOfRanks = "parts" {
+        input: [*const u8; MAX_WORLD],
+        count: [u32; MAX_WORLD],
+    }
 }
-
-// SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32.
-unsafe impl KernelArgument for PartsOfRanks {}
 
 impl CudaCollectives {
     /// Carries out a reduction of which each rank gets its part, or the root all.

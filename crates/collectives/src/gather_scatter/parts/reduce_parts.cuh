@@ -1,12 +1,6 @@
 // Reduce-scatter of uneven parts, and reduction for one rank alone: each rank sends each peer the peer's part, and reduces the
 // parts that it receives. Behind slots.cuh and reduce.cuh.
 
-// The elements of each rank's part of the input, in this launch. Rust's `PartsOfRanks` has the same layout.
-struct parts {
-    const u8* input[MAX_WORLD];
-    u32 count[MAX_WORLD];
-};
-
 template <bool PLAIN> DEVICE void reduce_parts_of(const arguments& a, const parts& p) {
     const u32 sent = vectors_of(p.count[rank_of(a, blockIdx.x % PEERS)]), vectors = vectors_of(p.count[a.rank]);
     turn t;
@@ -25,14 +19,5 @@ template <bool PLAIN> DEVICE void reduce_parts_of(const arguments& a, const part
     if (!r.finish()) fill_nan(out, 0, 1, vectors);
 }
 
-#define REDUCE_PARTS(name, PLAIN)                                                                           \
-    extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
-    name(const __grid_constant__ arguments a, const __grid_constant__ parts p) {                            \
-        pdl_wait();                                                                                         \
-        const block_end end(a);                                                                             \
-        if (a.dependents == AT_START) pdl_launch_dependents();                                              \
-        reduce_parts_of<PLAIN>(a, p);                                                                       \
-    }
-
-REDUCE_PARTS(reduce_parts, false)
-REDUCE_PARTS(reduce_parts_plain, true)
+KERNEL_OF(reduce_parts, parts, p) { reduce_parts_of<false>(a, p); }
+KERNEL_OF(reduce_parts_plain, parts, p) { reduce_parts_of<true>(a, p); }

@@ -9,10 +9,11 @@ use antiphon_tensor::{
     DType, ScaleLayout, TensorView,
     quantize::{Fp8Groups, GroupRule, NvFp4, TokenRule},
 };
+use antiphon_testing::Alignment;
 
 use super::data::Data;
 use crate::{
-    harness::{Alignment, Backend, Tensor},
+    harness::{CollectiveBackend, Tensor},
     values::{Bits, Values},
 };
 
@@ -180,7 +181,7 @@ impl Case {
     }
 
     /// The call, on tensors between guards.
-    pub fn run<B: Backend>(&self, comm: &B, data: &Data) -> Outcome {
+    pub fn run<B: CollectiveBackend>(&self, comm: &B, data: &Data) -> Outcome {
         let (dtype, count, shape) = (self.dtype, self.count(), [self.tokens, self.hidden]);
         let held = |values: &Values| Tensor::<B>::holding(comm, values, self.alignment);
         let output = |wanted: bool, place| {
@@ -191,8 +192,8 @@ impl Case {
 
         let parts = &data.contributions[comm.rank()];
         let mut source = parts.hold(comm, self.alignment);
-        let (mut bias, mut gamma) = (held(&data.bias), held(&data.gamma));
-        let (mut pre_weight, mut residual) = (held(&data.pre_weight), held(&data.residual));
+        let (bias, gamma) = (held(&data.bias), held(&data.gamma));
+        let (pre_weight, mut residual) = (held(&data.pre_weight), held(&data.residual));
         let mut sum_out = output(self.sum_out, InPlace::Sum);
         let mut residual_out = output(self.residual_out, InPlace::Residual);
         let mut norm_out = output(self.norm_out, InPlace::Norm);
@@ -202,10 +203,10 @@ impl Case {
         let (code_bytes, scale_bytes) = self.quantized_bytes();
         let (mut codes, mut scales) = (bytes(code_bytes), bytes(scale_bytes));
         let factor = self.form.map_or(0.0, Form::factor);
-        let mut factor = held(&Values::of(&[factor]));
+        let factor = held(&Values::of(&[factor]));
 
         let call = match self.in_place {
-            None => FusedAllReduce::of_source(parts.source(shape, &mut source)),
+            None => FusedAllReduce::of_source(parts.source(shape, &source)),
             Some(output) => {
                 let tensor = source[0].view_mut().reshape(&shape).unwrap();
                 FusedAllReduce::of_in_place(tensor, output)
@@ -255,19 +256,17 @@ impl Case {
             }
         }
         let taken = |tensor: Option<Tensor<B>>, place| match tensor {
-            Some(tensor) => Some(tensor.values(format_args!("{place:?}"))),
-            None => {
-                (self.in_place == Some(place)).then(|| source[0].values(format_args!("{place:?} in place")))
-            }
+            Some(tensor) => Some(tensor.values()),
+            None => (self.in_place == Some(place)).then(|| source[0].values()),
         };
-        let residual_in_place = (self.residual == Residual::InPlace).then(|| residual.values("the residual"));
+        let residual_in_place = (self.residual == Residual::InPlace).then(|| residual.values());
         Outcome {
             sum: taken(sum_out, InPlace::Sum),
             residual: taken(residual_out, InPlace::Residual).or(residual_in_place),
             norm: taken(norm_out, InPlace::Norm),
-            inverse_rms: inverse_rms_out.map(|tensor| tensor.values("one over the root mean square")),
-            codes: codes.values("codes"),
-            scales: scales.values("scales"),
+            inverse_rms: inverse_rms_out.map(|tensor| tensor.values()),
+            codes: codes.values(),
+            scales: scales.values(),
         }
     }
 }

@@ -2,10 +2,11 @@
 
 use antiphon_collectives::fusion::Source;
 use antiphon_tensor::{DType, Element, TensorView, with_dtype};
+use antiphon_testing::Alignment;
 
 use super::case::{Case, Kind};
 use crate::{
-    harness::{Alignment, Backend, Tensor},
+    harness::{CollectiveBackend, Tensor},
     values::{Bits, Values},
 };
 
@@ -135,18 +136,18 @@ impl Parts {
         }
     }
 
-    pub fn hold<B: Backend>(&self, comm: &B, alignment: Alignment) -> Vec<Tensor<B>> {
+    pub fn hold<B: CollectiveBackend>(&self, comm: &B, alignment: Alignment) -> Vec<Tensor<B>> {
         self.values().iter().map(|values| Tensor::holding(comm, values, alignment)).collect()
     }
 
     /// The source that these tensors are, which hold its values.
-    pub fn source<'t, B: Backend>(
+    pub fn source<'t, B: CollectiveBackend>(
         &self,
         shape: [usize; 2],
-        tensors: &'t mut [Tensor<B>],
+        tensors: &'t [Tensor<B>],
     ) -> Source<TensorView<'t>> {
         let [tokens, hidden] = shape;
-        let mut views = tensors.iter_mut().map(Tensor::view);
+        let mut views = tensors.iter().map(Tensor::view);
         let mut next = || views.next().unwrap();
         let shaped = |view: TensorView<'t>, shape: &[usize]| view.reshape(shape).unwrap();
         match self {

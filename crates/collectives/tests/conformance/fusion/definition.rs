@@ -5,12 +5,13 @@ use antiphon_tensor::{
     DType, bf16, f16,
     quantize::{Fp8Groups, GroupRule, NvFp4, Source, fp8_static, fp8_tokens},
 };
+use antiphon_testing::UNWRITTEN;
 
 use super::{
     case::{Case, Form, Outcome, Residual},
     data::{Data, Parts},
 };
-use crate::{harness::UNWRITTEN, values::Values};
+use crate::values::Values;
 
 /// What the call of a case must write, on ranks of these nodes.
 pub fn outcome(case: &Case, data: &Data, nodes: &[u32]) -> Outcome {

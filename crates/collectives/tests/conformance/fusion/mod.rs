@@ -12,9 +12,13 @@ use antiphon_collectives::{
     fusion::{Accumulation, FusedAllReduce, InPlace},
 };
 use antiphon_tensor::{DType, TensorView, TensorViewMut, quantize::TokenRule};
+use antiphon_testing::{
+    Alignment,
+    backend::{Backend, HostThreads},
+};
 
 use crate::{
-    harness::{Alignment, Backend, HostThreads, Tensor, assert_same_bits},
+    harness::{CollectiveBackend, Tensor, assert_same_bits},
     values::Values,
 };
 use case::{Case, Form, Kind, Outcome, Residual};
@@ -41,7 +45,7 @@ const TOKENS: [usize; 5] = [0, 1, 3, 17, 64];
 const HIDDEN: [usize; 4] = [16, 1024, 1040, 7168];
 
 /// Calls it, and compares every byte with the definition.
-fn check<B: Backend>(comm: &B, case: &Case, data: &Data) -> Outcome {
+fn check<B: CollectiveBackend>(comm: &B, case: &Case, data: &Data) -> Outcome {
     let (outcome, expected) =
         (case.run::<B>(comm, data), definition::outcome(case, data, comm.nodes().of_ranks()));
     let tensors = [
@@ -63,7 +67,7 @@ fn check<B: Backend>(comm: &B, case: &Case, data: &Data) -> Outcome {
 
 /// All sources, norms, forms of quantisation, outputs, in combinations that follow from a number. What is not for all
 /// ranks to agree on is another on each.
-fn every_call_gives_what_its_page_says<B: Backend>(dtype: DType, world: usize) {
+fn every_call_gives_what_its_page_says<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         let mut seed = world as u64 * 10_000;
         for (tokens, hidden) in TOKENS.into_iter().flat_map(|tokens| HIDDEN.map(|hidden| (tokens, hidden))) {
@@ -82,7 +86,7 @@ fn every_call_gives_what_its_page_says<B: Backend>(dtype: DType, world: usize) {
 }
 
 /// Signed zeros, subnormals, numbers whose squares overflow, infinities, NaN: in the sum and in the residual.
-fn troublesome_numbers_follow_the_rules<B: Backend>(dtype: DType, world: usize) {
+fn troublesome_numbers_follow_the_rules<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         for seed in 0..30 {
             let hidden = [16, 1024][seed as usize % 2];
@@ -93,14 +97,14 @@ fn troublesome_numbers_follow_the_rules<B: Backend>(dtype: DType, world: usize) 
     });
 }
 
-fn the_sum_has_the_bits_of_an_all_reduce<B: Backend>(dtype: DType, world: usize) {
+fn the_sum_has_the_bits_of_an_all_reduce<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         // 40 rows in one piece; and more pieces than one, with rows across their ends.
         for (tokens, hidden) in [(40, 16), (150, 1040)] {
             let input = Values::any_bits(dtype, comm.rank() as u64, tokens * hidden);
             let mut reduced = Tensor::<B>::unwritten(&comm, dtype, input.len(), Alignment::Aligned);
             comm.all_reduce(&input, reduced.view_mut(), ReduceOp::Sum).unwrap();
-            let reduced = reduced.values("all_reduce");
+            let reduced = reduced.values();
             for algorithm in [None, Some(Algorithm::OneShot), Some(Algorithm::TwoShot)] {
                 let mut sum = Tensor::<B>::unwritten(&comm, dtype, input.len(), Alignment::Odd);
                 let view = TensorView::from(&input).reshape(&[tokens, hidden]).unwrap();
@@ -113,7 +117,7 @@ fn the_sum_has_the_bits_of_an_all_reduce<B: Backend>(dtype: DType, world: usize)
 }
 
 /// Batch invariance, spelled out: the result of a token depends neither on the tokens beside it nor on the algorithm.
-fn a_row_has_the_same_bits_alone_as_among_others<B: Backend>(dtype: DType, world: usize) {
+fn a_row_has_the_same_bits_alone_as_among_others<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         for hidden in [1040, 7168] {
             let all = Case {
@@ -159,7 +163,7 @@ fn a_row_has_the_same_bits_alone_as_among_others<B: Backend>(dtype: DType, world
 }
 
 /// Then a two-shot stages nothing: ranks write each other's outputs.
-fn symmetric_memory_serves_too<B: Backend>(dtype: DType, world: usize) {
+fn symmetric_memory_serves_too<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         for hidden in [1024, 7168] {
             let case = Case {
@@ -218,7 +222,7 @@ fn symmetric_memory_serves_too<B: Backend>(dtype: DType, world: usize) {
 }
 
 /// The memory that a communicator keeps is large from one call when the next is small.
-fn a_call_that_is_repeated_finds_nothing_of_the_last<B: Backend>(dtype: DType, world: usize) {
+fn a_call_that_is_repeated_finds_nothing_of_the_last<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         for (seed, tokens) in [64, 1, 3, 64, 0, 17].into_iter().enumerate() {
             let case = Case {

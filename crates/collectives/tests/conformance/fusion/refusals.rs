@@ -6,7 +6,7 @@ use antiphon_collectives::{
 };
 use antiphon_tensor::{DType, Device, ScaleLayout, TensorView, TensorViewMut, bf16, quantize::TokenRule};
 
-use crate::harness::Backend;
+use crate::harness::CollectiveBackend;
 
 conformance_on_host! {
     sources_of_the_wrong_shape: any_dtype, [world_1 world_2];
@@ -20,7 +20,10 @@ conformance_on_host! {
 }
 
 /// Refuses calls on every rank of a world, after which the ranks still work together.
-fn refusing<B: Backend>(world: usize, calls: impl Fn(&dyn Fn(FusedAllReduce<Operand<'_>>, &str)) + Sync) {
+fn refusing<B: CollectiveBackend>(
+    world: usize,
+    calls: impl Fn(&dyn Fn(FusedAllReduce<Operand<'_>>, &str)) + Sync,
+) {
     B::run(world, |comm: B| {
         calls(&|call, text| {
             let error = comm.all_reduce_fused(call).expect_err(text).to_string();
@@ -72,7 +75,7 @@ fn nothing() -> [f32; 16] {
     [0.0; 16]
 }
 
-fn sources_of_the_wrong_shape<B: Backend>(world: usize) {
+fn sources_of_the_wrong_shape<B: CollectiveBackend>(world: usize) {
     let reduction = |experts, scales, shared| Source::MoeReduction { experts, scales, shared };
     let finalize = |rows, index| Source::MoeFinalize {
         rows,
@@ -112,7 +115,7 @@ fn sources_of_the_wrong_shape<B: Backend>(world: usize) {
     });
 }
 
-fn rows_that_are_no_whole_vectors<B: Backend>(world: usize) {
+fn rows_that_are_no_whole_vectors<B: CollectiveBackend>(world: usize) {
     refusing::<B>(world, |refuse| {
         let of_6 = FusedAllReduce::of(ones(&[2, 6]));
         refuse(of_6, "the hidden size must be a multiple of 4 elements of f32, not 6");
@@ -125,7 +128,7 @@ fn rows_that_are_no_whole_vectors<B: Backend>(world: usize) {
     });
 }
 
-fn calls_without_an_output<B: Backend>(world: usize) {
+fn calls_without_an_output<B: CollectiveBackend>(world: usize) {
     refusing::<B>(world, |refuse| {
         let call = || FusedAllReduce::of(ones(&[2, 8]));
         refuse(call(), "the outputs must be at least one");
@@ -150,7 +153,7 @@ fn calls_without_an_output<B: Backend>(world: usize) {
     });
 }
 
-fn tensors_of_the_wrong_length<B: Backend>(world: usize) {
+fn tensors_of_the_wrong_length<B: CollectiveBackend>(world: usize) {
     let row = |which: &str| format!("the {which} has 9 elements, expected 8 (of 2 tokens of 8 elements)");
     let matrix =
         |which: &str| format!("the {which} has 15 elements, expected 16 (of 2 tokens of 8 elements)");
@@ -171,7 +174,7 @@ fn tensors_of_the_wrong_length<B: Backend>(world: usize) {
     });
 }
 
-fn tensors_of_the_wrong_dtype<B: Backend>(world: usize) {
+fn tensors_of_the_wrong_dtype<B: CollectiveBackend>(world: usize) {
     refusing::<B>(world, |refuse| {
         let integers = TensorView::new(&INDEX, &[1, 4]).unwrap();
         refuse(FusedAllReduce::of(integers).sum_out(&mut [0i32; 4]), "the dtype i32 cannot be reduced");
@@ -196,7 +199,7 @@ fn tensors_of_the_wrong_dtype<B: Backend>(world: usize) {
     });
 }
 
-fn tensors_that_cannot_be_used<B: Backend>(world: usize) {
+fn tensors_that_cannot_be_used<B: CollectiveBackend>(world: usize) {
     refusing::<B>(world, |refuse| {
         let strided = ones(&[8, 2]).transpose(0, 1).unwrap();
         refuse(
@@ -219,7 +222,7 @@ fn tensors_that_cannot_be_used<B: Backend>(world: usize) {
     });
 }
 
-fn codes_and_scales_that_are_too_short<B: Backend>(world: usize) {
+fn codes_and_scales_that_are_too_short<B: CollectiveBackend>(world: usize) {
     let (scale, layout) = (Scale::Value(1.0), ScaleLayout::Swizzled128x4);
     refusing::<B>(world, |refuse| {
         let fp8 = Quantization::Fp8 { scale };
@@ -241,7 +244,7 @@ fn codes_and_scales_that_are_too_short<B: Backend>(world: usize) {
     });
 }
 
-fn forms_that_do_not_fit<B: Backend>(world: usize) {
+fn forms_that_do_not_fit<B: CollectiveBackend>(world: usize) {
     let fp4 = Quantization::NvFp4 { scale: Scale::Value(1.0), layout: ScaleLayout::Linear };
     let groups = |group| Quantization::Fp8Groups { group };
     refusing::<B>(world, |refuse| {

@@ -1,12 +1,6 @@
-//! Ranks that have a GPU each, as threads.
+//! The collectives of ranks that have a GPU each.
 
-use std::{
-    cell::RefCell,
-    ops::Deref,
-    rc::Rc,
-    sync::{Arc, Barrier},
-    time::Duration,
-};
+use std::time::Duration;
 
 use antiphon_collectives::{
     Call, Communicator, ReduceOp, Result, StreamCollectives,
@@ -16,158 +10,52 @@ use antiphon_collectives::{
 };
 use antiphon_device::{
     DeviceError,
-    cuda::{Context, CudaError, DeviceMemory, Stream, StreamRef},
+    cuda::{Context, CudaError},
 };
-use antiphon_fabric::{FabricError, LocalWorld};
+use antiphon_fabric::FabricError;
 use antiphon_operation::Operation;
-use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
-
-use super::{Alignment, Backend, Like, Loose, TIMEOUT};
-use crate::{
-    gpus::{device_of, gpus, ranks_per_gpu},
-    values::Values,
+use antiphon_tensor::{DType, TensorView, TensorViewMut};
+use antiphon_testing::{
+    Alignment,
+    backend::{self, OnGpu},
+    ranks_per_gpu,
 };
+
+use super::{CollectiveBackend, Like, Loose};
+use crate::values::Values;
 
 /// A rank with tensors in the memory of its GPU.
-pub struct Gpus {
-    comm: Communicator,
-    collectives: CudaCollectives,
-    stream: Rc<Stream>,
-    pool: Pool,
-    all: Arc<Barrier>,
-}
+pub type Gpus = backend::Gpus<OnOne>;
 
-/// Memory that is free to be used again: making and freeing it waits for the whole GPU.
-type Pool = Rc<RefCell<Vec<DeviceMemory>>>;
+/// The collectives on one GPU.
+pub struct OnOne(pub CudaCollectives);
 
-/// Memory of a GPU that goes back to the rank's pool.
-pub struct Memory {
-    /// There until it goes back.
-    memory: Option<DeviceMemory>,
-    len: usize,
-    stream: Rc<Stream>,
-    pool: Pool,
-}
-
-impl Memory {
-    fn device(&self) -> &DeviceMemory {
-        self.memory.as_ref().expect("it has not gone back")
+impl OnGpu for OnOne {
+    fn new(comm: &Communicator, context: &Context) -> Self {
+        Self(CudaCollectives::new(comm, context).unwrap())
     }
 }
 
-impl Drop for Memory {
-    fn drop(&mut self) {
-        self.pool.borrow_mut().extend(self.memory.take());
-    }
+/// Waits until the GPU has done what was queued.
+pub fn over(rank: &Gpus, queued: Result<()>) -> Result<()> {
+    queued?;
+    let failed = |error: CudaError| FabricError::from(DeviceError::from(error));
+    rank.stream().synchronize().map_err(failed)?;
+    rank.own().0.check()
 }
 
-/// Calls the behaviour if there are as many GPUs.
-pub fn on_gpus(name: &str, behaviour: fn(usize)) {
-    let world_size = super::world_size(name);
-    if gpus(world_size).is_some() {
-        behaviour(world_size);
-    }
+/// Loads the kernels of reductions to parts, which a call of no elements does.
+fn load_parts(rank: &Gpus, dtype: DType, op: ReduceOp) {
+    let counts = vec![0; rank.world_size()];
+    let call = Call::reduce_scatter_v(counts, op);
+    let [mut input, mut output] = [(); 2].map(|()| Loose::new(rank, Like::of(dtype, 0)));
+    rank.call(&call, Some(input.view()), Some(output.view_mut())).unwrap();
 }
 
-impl Gpus {
-    fn new(comm: Communicator, context: &Context, all: Arc<Barrier>) -> Self {
-        let collectives = CudaCollectives::new(&comm, context).unwrap();
-        let stream = Rc::new(context.stream().unwrap());
-        Self { comm, collectives, stream, pool: Pool::default(), all }
-    }
-
-    pub fn collectives(&self) -> &CudaCollectives {
-        &self.collectives
-    }
-
-    pub fn stream(&self) -> StreamRef<'_> {
-        self.stream.borrow()
-    }
-
-    /// Waits until the GPU has done what was queued.
-    pub fn over(&self, queued: Result<()>) -> Result<()> {
-        queued?;
-        let failed = |error: CudaError| FabricError::from(DeviceError::from(error));
-        self.stream.borrow().synchronize().map_err(failed)?;
-        self.collectives.check()
-    }
-
-    /// Loads the kernels of reductions to parts, which a call of no elements does.
-    fn load_parts(&self, dtype: DType, op: ReduceOp) {
-        let counts = vec![0; self.comm.world_size()];
-        let call = Call::reduce_scatter_v(counts, op);
-        let [mut input, mut output] = [(); 2].map(|()| Loose::new(self, Like::of(dtype, 0)));
-        self.call(&call, Some(input.view()), Some(output.view_mut())).unwrap();
-    }
-
-    /// Ranks that share a GPU share a context, in which making and freeing memory or loading kernels waits for all that is under
-    /// way: so they meet between that and calls.
-    fn meet_on_gpu(&self) {
-        if ranks_per_gpu() > 1 {
-            self.comm.barrier().unwrap();
-        }
-    }
-}
-
-impl Deref for Gpus {
-    type Target = Communicator;
-
-    fn deref(&self) -> &Communicator {
-        &self.comm
-    }
-}
-
-impl Backend for Gpus {
-    type Memory = Memory;
+impl CollectiveBackend for Gpus {
     type Mixed = CudaMixedHandler;
     // A row of what moves; a block's; where kernels and algorithms change. Lanes, which are larger, have a test of GPUs alone.
     const SEAMS: &'static [usize] = &[496, 14_336, 512 << 10, 3 << 20];
-
-    fn run_ranks(world_size: usize, rank: &(dyn Fn(Self) + Sync)) {
-        let driver = gpus(world_size).expect("on_gpus has seen that there are enough");
-        let all = Arc::new(Barrier::new(world_size));
-        LocalWorld::run_with(world_size, TIMEOUT, |comm| {
-            let context = Context::primary(device_of(driver, comm.rank()).unwrap()).unwrap();
-            rank(Self::new(comm, &context, all.clone()));
-        });
-    }
-
-    fn meet(&self) {
-        self.all.wait();
-    }
-
-    fn group(&self, color: Option<u64>, key: i64) -> Option<Self> {
-        let comm = self.comm.split(color, key).unwrap()?;
-        Some(Self::new(comm, self.collectives.context(), self.all.clone()))
-    }
-
-    fn device(&self) -> Device {
-        Device::Cuda(self.collectives.context().device().ordinal())
-    }
-
-    fn allocate(&self, bytes: usize) -> Memory {
-        let mut pool = self.pool.borrow_mut();
-        let fits = pool.iter().position(|memory| (bytes..=4 * bytes.max(1 << 14)).contains(&memory.len()));
-        let memory = fits.map(|index| pool.swap_remove(index)).unwrap_or_else(|| {
-            let len = bytes.max(1 << 14).next_power_of_two();
-            DeviceMemory::allocate(self.collectives.context(), len).unwrap()
-        });
-        Memory { memory: Some(memory), len: bytes, stream: self.stream.clone(), pool: self.pool.clone() }
-    }
-
-    fn address(memory: &mut Memory) -> *mut u8 {
-        memory.device().pointer().0 as usize as *mut u8
-    }
-
-    fn write(memory: &mut Memory, bytes: &[u8]) {
-        memory.device().write(&*memory.stream, 0, bytes).unwrap();
-    }
-
-    fn read(memory: &Memory) -> Vec<u8> {
-        let mut bytes = vec![0; memory.len];
-        memory.device().read(&*memory.stream, 0, &mut bytes).unwrap();
-        bytes
-    }
 
     /// A rank that is alone copies, and so keeps the payload of a NaN.
     fn reduced(op: ReduceOp, contributions: &[Values], nodes: &[u32]) -> Values {
@@ -195,9 +83,9 @@ impl Backend for Gpus {
 
     fn before(&self, dtype: DType, reduces: Option<ReduceOp>) {
         if let Some(op) = reduces.filter(|&op| Self::refusal(dtype, op, Alignment::Aligned).is_none()) {
-            self.collectives.prepare(dtype, op).unwrap();
+            self.own().0.prepare(dtype, op).unwrap();
             if ranks_per_gpu() > 1 {
-                self.load_parts(dtype, op);
+                load_parts(self, dtype, op);
             }
         }
         self.meet_on_gpu();
@@ -214,14 +102,12 @@ impl Backend for Gpus {
         mut output: Option<TensorViewMut<'_>>,
     ) -> Result<()> {
         // SAFETY: the call is over before the tensors go.
-        self.over(unsafe {
-            self.collectives.call(call, input.as_ref(), output.as_mut(), self.stream.borrow())
-        })
+        over(self, unsafe { self.own().0.call(call, input.as_ref(), output.as_mut(), self.stream()) })
     }
 
     fn call_in_place(&self, call: &Call<'_>, mut buffer: TensorViewMut<'_>) -> Result<()> {
         // SAFETY: as above.
-        self.over(unsafe { self.collectives.call_in_place(call, &mut buffer, self.stream.borrow()) })
+        over(self, unsafe { self.own().0.call_in_place(call, &mut buffer, self.stream()) })
     }
 
     fn by_name(
@@ -231,12 +117,12 @@ impl Backend for Gpus {
         output: Option<TensorViewMut<'_>>,
     ) -> Result<()> {
         // SAFETY: as above.
-        self.over(unsafe { by_name!(&self.collectives, call, input, output, &*self.stream) })
+        over(self, unsafe { by_name!(&self.own().0, call, input, output, self.stream()) })
     }
 
     fn by_name_in_place(&self, call: &Call<'_>, buffer: TensorViewMut<'_>) -> Result<()> {
         // SAFETY: as above.
-        self.over(unsafe { by_name_in_place!(&self.collectives, call, buffer, &*self.stream) })
+        over(self, unsafe { by_name_in_place!(&self.own().0, call, buffer, self.stream()) })
     }
 
     fn all_reduce_with(
@@ -247,11 +133,11 @@ impl Backend for Gpus {
         options: AllReduceOptions,
     ) -> Result<()> {
         // SAFETY: as above.
-        self.over(unsafe { self.collectives.all_reduce_with(input, output, op, options, &*self.stream) })
+        over(self, unsafe { self.own().0.all_reduce_with(input, output, op, options, self.stream()) })
     }
 
     fn algorithm_for(&self, bytes: usize) -> Algorithm {
-        self.collectives.algorithm_for(bytes)
+        self.own().0.algorithm_for(bytes)
     }
 
     fn send_recv(
@@ -262,13 +148,13 @@ impl Backend for Gpus {
         from: usize,
     ) -> Result<()> {
         // SAFETY: as above.
-        self.over(unsafe { self.collectives.send_recv(&input, to, &mut output, from, self.stream.borrow()) })
+        over(self, unsafe { self.own().0.send_recv(&input, to, &mut output, from, self.stream()) })
     }
 
     fn told(&self) -> Result<()> {
         // A kernel that needed nothing from the peer that disagrees has ended well.
         for _ in 0..200 {
-            self.collectives.check()?;
+            self.own().0.check()?;
             std::thread::sleep(Duration::from_millis(10));
         }
         Ok(())

@@ -5,11 +5,9 @@ use antiphon_collectives::{
     mixed::{CudaMixedHandler, MixedCall, MixedHandler, MixedLayout, MixedMode, MixedOp},
 };
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
+use antiphon_testing::backend::{Host, Ranks};
 
-use super::{
-    gpus::Gpus,
-    host::{Host, Ranks},
-};
+use super::gpus::{Gpus, over};
 
 /// What handlers of all backends have; `B` is a rank. Calls are over when they return.
 pub trait Mixed<B>: Sized {
@@ -65,7 +63,7 @@ impl<R: Ranks> Mixed<Host<R>> for MixedHandler {
 
 impl Mixed<Gpus> for CudaMixedHandler {
     fn new(comm: &Gpus, layout: MixedLayout) -> Result<Self> {
-        Self::new(comm, comm.collectives(), layout)
+        Self::new(comm, &comm.own().0, layout)
     }
 
     fn layout(&self) -> &MixedLayout {
@@ -77,11 +75,11 @@ impl Mixed<Gpus> for CudaMixedHandler {
     }
 
     fn select(&self, comm: &Gpus, op: MixedOp, bytes: usize) -> Result<MixedMode> {
-        self.select(comm.collectives(), op, bytes)
+        self.select(&comm.own().0, op, bytes)
     }
 
     fn prepare(&self, comm: &Gpus, dtype: DType) {
-        self.prepare(comm.collectives(), dtype).unwrap();
+        self.prepare(&comm.own().0, dtype).unwrap();
     }
 
     fn run(
@@ -92,7 +90,7 @@ impl Mixed<Gpus> for CudaMixedHandler {
         mut output: TensorViewMut<'_>,
     ) -> Result<()> {
         // SAFETY: the call is over before the tensors go.
-        comm.over(unsafe { self.run(comm.collectives(), call, &input, &mut output, comm.stream()) })
+        over(comm, unsafe { self.run(&comm.own().0, call, &input, &mut output, comm.stream()) })
     }
 
     /// Where the group's own block lies in the buffer is what the caller of a GPU's handler works out.

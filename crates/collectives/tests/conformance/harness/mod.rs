@@ -1,4 +1,4 @@
-//! Where ranks run and where their memory lies.
+//! What the collectives of all backends have.
 
 mod gpus;
 mod host;
@@ -6,73 +6,28 @@ mod mixed;
 mod nodes;
 mod tensor;
 
-use std::{fmt::Display, ops::Deref, sync::OnceLock, time::Duration};
+use std::fmt::Display;
 
 use antiphon_collectives::{
-    Call, Communicator, ReduceOp, Result,
+    Call, ReduceOp, Result,
     all_reduce::{Algorithm, AllReduceOptions},
 };
-use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
-use serde::{Serialize, de::DeserializeOwned};
+use antiphon_tensor::{DType, TensorView, TensorViewMut};
+use antiphon_testing::{Alignment, backend::Backend};
 
 use crate::values::Values;
 
-pub use gpus::{Gpus, on_gpus};
-pub use host::{HostProcesses, HostThreads, in_processes};
+pub use gpus::Gpus;
 pub use mixed::Mixed;
 pub use nodes::{ByNodes, Halves, HostNodes, Interleaved, OneAndRest, Thirds};
-pub use tensor::{Alignment, Like, Loose, Tensor, UNWRITTEN};
+pub use tensor::{Like, Loose, Tensor};
 
-/// The deadline of every wait. It is far longer than anything here takes, so that no test passes because a wait ended.
-pub const TIMEOUT: Duration = Duration::from_secs(20);
-
-/// One rank of a world, and what is the same for all behaviours of one way to run ranks. Calls are over when they return.
-pub trait Backend: Deref<Target = Communicator> + Sized + 'static {
-    /// Some bytes, whose address is aligned for every dtype.
-    type Memory;
+/// What is the same for all behaviours of one way to run ranks. Calls are over when they return.
+pub trait CollectiveBackend: Backend {
     /// A handler of mixed collectives.
     type Mixed: Mixed<Self>;
     /// Sizes in bytes at which this backend may cut a tensor into pieces, ascending.
     const SEAMS: &'static [usize];
-
-    /// Runs the ranks of a world that this process has: all of them, or its own.
-    fn run_ranks(world_size: usize, rank: &(dyn Fn(Self) + Sync));
-
-    /// What all ranks returned, of which this process has what its own ranks did.
-    fn exchanged<R: Serialize + DeserializeOwned>(own: Vec<Option<R>>) -> Vec<R> {
-        own.into_iter().map(|result| result.expect("every rank has returned")).collect()
-    }
-
-    /// Runs every rank of a world, and gives what they return.
-    fn run<R: Send + Sync + Serialize + DeserializeOwned>(
-        world_size: usize,
-        rank: impl Fn(Self) -> R + Sync,
-    ) -> Vec<R> {
-        let results: Vec<OnceLock<R>> = (0..world_size).map(|_| OnceLock::new()).collect();
-        Self::run_ranks(world_size, &|comm| {
-            let result = &results[comm.rank()];
-            assert!(result.set(rank(comm)).is_ok(), "a rank runs once");
-        });
-        Self::exchanged(results.into_iter().map(OnceLock::into_inner).collect())
-    }
-
-    /// Waits for all ranks of the world, beside the communicator.
-    fn meet(&self);
-
-    /// The rank in a [group](Communicator::split) of its world, if it has a colour.
-    fn group(&self, color: Option<u64>, key: i64) -> Option<Self>;
-
-    /// Where tensors lie.
-    fn device(&self) -> Device;
-    fn allocate(&self, bytes: usize) -> Self::Memory;
-    fn address(memory: &mut Self::Memory) -> *mut u8;
-    fn write(memory: &mut Self::Memory, bytes: &[u8]);
-    fn read(memory: &Self::Memory) -> Vec<u8>;
-
-    /// The node of each rank of a world.
-    fn nodes(world_size: usize) -> Vec<u32> {
-        vec![0; world_size]
-    }
 
     /// What a reduction of these contributions gives, of ranks on these nodes.
     fn reduced(op: ReduceOp, contributions: &[Values], nodes: &[u32]) -> Values {
@@ -142,11 +97,6 @@ pub trait Backend: Deref<Target = Communicator> + Sized + 'static {
 /// The dtype in a test's name.
 pub fn dtype(name: &str) -> DType {
     name.parse().unwrap()
-}
-
-/// The number in a test's name.
-pub fn world_size(name: &str) -> usize {
-    name.strip_prefix("world_").and_then(|n| n.parse().ok()).expect("tests are named world_<size>")
 }
 
 /// The same bits: −0 is not 0, and one NaN is not another.

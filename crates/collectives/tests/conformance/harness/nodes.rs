@@ -7,11 +7,7 @@ use std::{
 
 use antiphon_collectives::hierarchical::{Form, prefer};
 use antiphon_fabric::LocalWorld;
-
-use super::{
-    TIMEOUT,
-    host::{Host, Ranks},
-};
+use antiphon_testing::backend::{Host, Ranks, TIMEOUT};
 
 /// Ranks are threads on the nodes of a layout.
 pub type HostNodes<L> = Host<OnNodes<L>>;
@@ -80,7 +76,7 @@ impl<L: Layout> Ranks for OnNodes<L> {
         let disturb = |network: &antiphon_fabric::engine::Network| network.reorder(world_size as u64);
         LocalWorld::run_on_nodes(&names, TIMEOUT, disturb, |comm| {
             prefer(&comm, L::FORM).unwrap();
-            rank(Host { comm, ranks: Self(all.clone(), PhantomData) });
+            rank(Host::new(comm, Self(all.clone(), PhantomData)));
         });
     }
 

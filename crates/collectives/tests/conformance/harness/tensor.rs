@@ -1,95 +1,46 @@
-//! Tensors that notice a write beside them.
+//! Tensors of values, and ones that are not used.
 
 use std::fmt::Display;
 
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+use antiphon_testing::{self as testing, Alignment, backend::Backend};
 
-use super::{Backend, assert_same_bits};
+use super::assert_same_bits;
 use crate::values::Values;
 
-/// Where a tensor begins.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Alignment {
-    /// At a multiple of 64 bytes.
-    Aligned,
-    /// One element after that.
-    Shifted,
-    /// One byte after that: a reference to an element would be undefined there.
-    Odd,
-}
-
-/// Guard bytes on either side of a tensor.
-const GUARD: usize = 64;
-const GUARD_BYTE: u8 = 0xA5;
-/// What an output holds before: neither zero nor anything that results are.
-pub const UNWRITTEN: u8 = 0x5C;
-
-/// A tensor between guards.
-pub struct Tensor<B: Backend> {
-    memory: B::Memory,
-    start: usize,
-    dtype: DType,
-    count: usize,
-    device: Device,
-}
+/// A tensor of one dimension, between guards.
+pub struct Tensor<B: Backend>(testing::Tensor<B>);
 
 impl<B: Backend> Tensor<B> {
     /// In memory of a rank.
     pub fn holding(comm: &B, values: &Values, alignment: Alignment) -> Self {
-        let (dtype, count) = (values.dtype(), values.len());
-        let behind = match alignment {
-            Alignment::Aligned => 0,
-            Alignment::Shifted => dtype.size(),
-            Alignment::Odd => 1,
-        };
-        let start = GUARD + behind;
-        let end = start + count * dtype.size();
-        let mut content = vec![GUARD_BYTE; end + GUARD];
-        content[start..end].copy_from_slice(values.bytes());
-        let mut memory = comm.allocate(content.len());
-        B::write(&mut memory, &content);
-        Self { memory, start, dtype, count, device: comm.device() }
+        Self(testing::Tensor::holding_at(comm, values.dtype(), &[values.len()], values.bytes(), alignment))
     }
 
     /// An output that has not been written.
     pub fn unwritten(comm: &B, dtype: DType, count: usize, alignment: Alignment) -> Self {
-        Self::holding(comm, &Values::from_bytes(dtype, vec![UNWRITTEN; count * dtype.size()]), alignment)
+        let content = vec![testing::UNWRITTEN; count * dtype.size()];
+        Self(testing::Tensor::holding_at(comm, dtype, &[count], &content, alignment))
     }
 
-    /// To read; it is exclusive because that is how [`Backend`] gives addresses.
-    pub fn view(&mut self) -> TensorView<'_> {
-        self.view_mut().into_view()
+    pub fn view(&self) -> TensorView<'_> {
+        self.0.view()
     }
 
     pub fn view_mut(&mut self) -> TensorViewMut<'_> {
-        let base = B::address(&mut self.memory);
-        // SAFETY: `count` elements lie from `start` on, and the memory is borrowed for as long as the view.
-        unsafe {
-            TensorViewMut::from_raw_parts(
-                base.wrapping_add(self.start),
-                self.dtype,
-                &[self.count],
-                None,
-                self.device,
-            )
-        }
-        .unwrap()
+        self.0.view_mut()
     }
 
     /// What the tensor holds. Panics unless its guards are whole.
-    pub fn values(&self, what: impl Display) -> Values {
-        let mut content = B::read(&self.memory);
-        let end = self.start + self.count * self.dtype.size();
-        let guards = content[..self.start].iter().chain(&content[end..end + GUARD]);
-        assert!(guards.copied().all(|byte| byte == GUARD_BYTE), "{what}: wrote beside a tensor");
-        content.truncate(end);
-        content.drain(..self.start);
-        Values::from_bytes(self.dtype, content)
+    #[track_caller]
+    pub fn values(&self) -> Values {
+        Values::from_bytes(self.0.dtype(), self.0.content())
     }
 
     /// Panics unless the tensor holds these values and its guards are whole.
+    #[track_caller]
     pub fn assert_holds(&self, expected: &Values, what: impl Display) {
-        assert_same_bits(&self.values(&what), expected, what);
+        assert_same_bits(&self.values(), expected, what);
     }
 }
 
@@ -131,7 +82,7 @@ impl<B: Backend> Loose<B> {
     }
 
     pub fn view_mut(&mut self) -> TensorViewMut<'_> {
-        let (base, like) = (B::address(&mut self.memory), self.like);
+        let (base, like) = (B::address_mut(&mut self.memory), self.like);
         let strides = [isize::try_from(like.stride).unwrap()];
         // SAFETY: there is room for as many elements, so far apart, and the memory is borrowed for as long as the view; one that is
         // said to lie elsewhere is refused.

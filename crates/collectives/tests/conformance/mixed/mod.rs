@@ -8,11 +8,12 @@ use antiphon_collectives::{
     mixed::{MixedCall, MixedLayout, MixedMode, MixedOp, operation_of},
 };
 use antiphon_tensor::DType;
+use antiphon_testing::Alignment;
 use antiphon_topology::MixedGroup;
 
 use crate::{
     all_reduce::seams,
-    harness::{Alignment, Backend, Mixed, Tensor},
+    harness::{CollectiveBackend, Mixed, Tensor},
     operations::succeeded,
     values::{Values, special_combinations},
 };
@@ -32,13 +33,13 @@ conformance_of_layouts! {
 const FUSED: [MixedOp; 2] = [MixedOp::AllReduceAllGather, MixedOp::ReduceScatterAllReduce];
 
 /// The modes that give the same bits; `None` chooses among them.
-fn modes<B: Backend>(mixed: &B::Mixed) -> impl Iterator<Item = Option<MixedMode>> + use<B> {
+fn modes<B: CollectiveBackend>(mixed: &B::Mixed) -> impl Iterator<Item = Option<MixedMode>> + use<B> {
     let fused = mixed.valid_modes().iter().filter(|&&mode| mode != MixedMode::Composed);
     [None].into_iter().chain(fused.map(|&mode| Some(mode)))
 }
 
 /// The layouts of a world on its nodes: tensor parallel ranks of a node, and tensor parallel nodes.
-fn layouts<B: Backend>(world: usize) -> Vec<[usize; 2]> {
+fn layouts<B: CollectiveBackend>(world: usize) -> Vec<[usize; 2]> {
     let local_size = local_size::<B>(world);
     let divisors = |of: usize| (1..=of).filter(move |tp| of.is_multiple_of(*tp));
     divisors(local_size)
@@ -46,28 +47,28 @@ fn layouts<B: Backend>(world: usize) -> Vec<[usize; 2]> {
         .collect()
 }
 
-fn local_size<B: Backend>(world: usize) -> usize {
+fn local_size<B: CollectiveBackend>(world: usize) -> usize {
     B::nodes(world).iter().filter(|&&node| node == 0).count()
 }
 
 /// Those with fused operations.
-fn mixed_layouts<B: Backend>(world: usize) -> impl Iterator<Item = [usize; 2]> {
+fn mixed_layouts<B: CollectiveBackend>(world: usize) -> impl Iterator<Item = [usize; 2]> {
     let layouts = layouts::<B>(world).into_iter();
     layouts.filter(move |[local, inter]| local * inter > 1 && local * inter < world)
 }
 
 /// Those of them whose groups have two ranks.
-fn pairs<B: Backend>(world: usize) -> impl Iterator<Item = [usize; 2]> {
+fn pairs<B: CollectiveBackend>(world: usize) -> impl Iterator<Item = [usize; 2]> {
     mixed_layouts::<B>(world).filter(|[local, inter]| local * inter == 2)
 }
 
-fn layout<B: Backend>(comm: &Communicator, [local_tp, inter_tp]: [usize; 2]) -> MixedLayout {
+fn layout<B: CollectiveBackend>(comm: &Communicator, [local_tp, inter_tp]: [usize; 2]) -> MixedLayout {
     let world = comm.world_size();
     let layout = MixedLayout::builder(world, comm.rank()).local_size(local_size::<B>(world));
     layout.local_tp(local_tp).inter_tp(inter_tp).build().unwrap()
 }
 
-fn handler<B: Backend>(comm: &B, tp: [usize; 2]) -> B::Mixed {
+fn handler<B: CollectiveBackend>(comm: &B, tp: [usize; 2]) -> B::Mixed {
     Mixed::new(comm, layout::<B>(comm, tp)).unwrap()
 }
 
@@ -115,7 +116,13 @@ fn input_len(op: MixedOp, layout: &MixedLayout, counts: &[usize], rank: usize) -
 }
 
 /// Runs a call on tensors that begin at `alignment`, and compares every bit of the output and of the input.
-fn check<B: Backend>(comm: &B, mixed: &B::Mixed, call: MixedCall<'_>, case: &Case, alignment: Alignment) {
+fn check<B: CollectiveBackend>(
+    comm: &B,
+    mixed: &B::Mixed,
+    call: MixedCall<'_>,
+    case: &Case,
+    alignment: Alignment,
+) {
     let mine = &case.inputs[comm.rank()];
     let (layout, operation) = (mixed.layout(), operation_of(call.op));
     let what = format!(
@@ -129,7 +136,7 @@ fn check<B: Backend>(comm: &B, mixed: &B::Mixed, call: MixedCall<'_>, case: &Cas
         layout.inter_dp_size(),
         call.mode
     );
-    let mut input = Tensor::<B>::holding(comm, mine, alignment);
+    let input = Tensor::<B>::holding(comm, mine, alignment);
     let mut output = Tensor::<B>::unwritten(comm, mine.dtype(), case.expected.len(), alignment);
     let reduces = (call.op != MixedOp::AllGather).then_some(ReduceOp::Sum);
     let refusal = reduces.and_then(|op| B::refusal(mine.dtype(), op, alignment));
@@ -153,7 +160,13 @@ fn check<B: Backend>(comm: &B, mixed: &B::Mixed, call: MixedCall<'_>, case: &Cas
 }
 
 /// Every mode of both fused operations, for blocks of equal length.
-fn check_even<B: Backend>(comm: &B, tp: [usize; 2], dtype: DType, lengths: &[usize], alignment: Alignment) {
+fn check_even<B: CollectiveBackend>(
+    comm: &B,
+    tp: [usize; 2],
+    dtype: DType,
+    lengths: &[usize],
+    alignment: Alignment,
+) {
     let mixed = handler(comm, tp);
     for &count in lengths {
         let counts = vec![count; mixed.layout().dp_size()];
@@ -166,7 +179,7 @@ fn check_even<B: Backend>(comm: &B, tp: [usize; 2], dtype: DType, lengths: &[usi
     }
 }
 
-fn every_layout_gives_the_sums_in_every_mode<B: Backend>(dtype: DType, world: usize) {
+fn every_layout_gives_the_sums_in_every_mode<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         for tp in layouts::<B>(world) {
             let mixed = handler(&comm, tp);
@@ -205,7 +218,7 @@ fn every_input(dtype: DType, world: usize, count: usize) -> Vec<Values> {
 }
 
 /// Infinities, NaNs, zeros of both signs and subnormals, in every combination of three ranks.
-fn special_values_are_summed_as_elsewhere<B: Backend>(dtype: DType, world: usize) {
+fn special_values_are_summed_as_elsewhere<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         for tp in pairs::<B>(world) {
             let mixed = handler(&comm, tp);
@@ -226,7 +239,7 @@ fn special_values_are_summed_as_elsewhere<B: Backend>(dtype: DType, world: usize
     });
 }
 
-fn blocks_may_be_uneven_and_empty<B: Backend>(dtype: DType, world: usize) {
+fn blocks_may_be_uneven_and_empty<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         for tp in mixed_layouts::<B>(world) {
             let mixed = handler(&comm, tp);
@@ -251,7 +264,7 @@ fn blocks_may_be_uneven_and_empty<B: Backend>(dtype: DType, world: usize) {
 }
 
 /// Without tensor parallelism: what the fused operations are for groups of one.
-fn gathers_and_scatters_may_be_uneven<B: Backend>(dtype: DType, world: usize) {
+fn gathers_and_scatters_may_be_uneven<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         let mixed = handler(&comm, [1, 1]);
         let lists = [vec![0; world], (0..world).map(|rank| rank * 7 % 5).collect::<Vec<usize>>()];
@@ -271,7 +284,7 @@ fn gathers_and_scatters_may_be_uneven<B: Backend>(dtype: DType, world: usize) {
 }
 
 /// Blocks around the lengths at which a second round begins, in either mode.
-fn pieces_join_without_a_seam<B: Backend>(dtype: DType, world: usize) {
+fn pieces_join_without_a_seam<B: CollectiveBackend>(dtype: DType, world: usize) {
     let mut lengths = seams::<B>(dtype);
     lengths.retain(|count| count * dtype.size() < 1 << 20);
     B::run(world, |comm| {
@@ -281,7 +294,7 @@ fn pieces_join_without_a_seam<B: Backend>(dtype: DType, world: usize) {
     });
 }
 
-fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
+fn tensors_may_begin_anywhere<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         for tp in pairs::<B>(world) {
             for alignment in [Alignment::Shifted, Alignment::Odd] {
@@ -292,22 +305,22 @@ fn tensors_may_begin_anywhere<B: Backend>(dtype: DType, world: usize) {
 }
 
 /// The rows of a batch get the same bits in one call and in two.
-fn a_batch_may_be_split<B: Backend>(dtype: DType, world: usize) {
+fn a_batch_may_be_split<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| pairs::<B>(world).for_each(|tp| a_batch_is_split(&comm, dtype, tp)));
 }
 
-fn a_batch_is_split<B: Backend>(comm: &B, dtype: DType, tp: [usize; 2]) {
+fn a_batch_is_split<B: CollectiveBackend>(comm: &B, dtype: DType, tp: [usize; 2]) {
     let (mixed, rows) = (handler(comm, tp), 96);
     let sums = |count: usize, start: usize, mode| {
         let mine = Values::moderate(dtype, comm.rank() as u64, rows).part(start..start + count);
-        let mut input = Tensor::<B>::holding(comm, &mine, Alignment::Aligned);
+        let input = Tensor::<B>::holding(comm, &mine, Alignment::Aligned);
         let mut output = Tensor::<B>::unwritten(comm, dtype, count * 2, Alignment::Aligned);
         let call = MixedCall::from(MixedOp::AllReduceAllGather).mode(mode);
         mixed.prepare(comm, dtype);
         comm.before(dtype, Some(ReduceOp::Sum));
         mixed.run(comm, call, input.view(), output.view_mut()).unwrap();
         comm.behind();
-        output.values("a batch")
+        output.values()
     };
     let whole = sums(rows, 0, Some(MixedMode::Waits));
     for mode in modes::<B>(&mixed) {
@@ -319,11 +332,11 @@ fn a_batch_is_split<B: Backend>(comm: &B, dtype: DType, tp: [usize; 2]) {
     }
 }
 
-fn a_tensor_may_be_the_block_in_the_other<B: Backend>(dtype: DType, world: usize) {
+fn a_tensor_may_be_the_block_in_the_other<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| pairs::<B>(world).for_each(|tp| a_tensor_is_the_block(&comm, dtype, tp)));
 }
 
-fn a_tensor_is_the_block<B: Backend>(comm: &B, dtype: DType, tp: [usize; 2]) {
+fn a_tensor_is_the_block<B: CollectiveBackend>(comm: &B, dtype: DType, tp: [usize; 2]) {
     let mixed = handler(comm, tp);
     let counts = Vec::from_iter((0..mixed.layout().dp_size()).map(|group| 70 + group));
     let start: usize = counts[..mixed.layout().dp_rank()].iter().sum();
@@ -361,7 +374,7 @@ fn a_tensor_is_the_block<B: Backend>(comm: &B, dtype: DType, tp: [usize; 2]) {
     }
 }
 
-fn the_choice_of_mode_is_equal_on_all_ranks<B: Backend>(world: usize) {
+fn the_choice_of_mode_is_equal_on_all_ranks<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         for tp in pairs::<B>(world) {
             let mixed = handler(&comm, tp);

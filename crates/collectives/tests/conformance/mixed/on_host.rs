@@ -6,10 +6,11 @@ use antiphon_collectives::{
 };
 use antiphon_fabric::{Communicator, FabricError};
 use antiphon_tensor::DType;
+use antiphon_testing::Alignment;
 
 use super::{FUSED, input_len, layout, mixed_layouts};
 use crate::{
-    harness::{Alignment, Backend, Tensor},
+    harness::{CollectiveBackend, Tensor},
     values::Values,
 };
 
@@ -32,13 +33,13 @@ fn handler(comm: &Communicator, tp: usize) -> MixedHandler {
 }
 
 /// Against the obvious version in f64: two collectives may round twice.
-fn composed_gives_almost_the_same<B: Backend>(dtype: DType, world: usize) {
+fn composed_gives_almost_the_same<B: CollectiveBackend>(dtype: DType, world: usize) {
     B::run(world, |comm| {
         mixed_layouts::<B>(world).for_each(|tp| composed_is_almost_the_same(&comm, dtype, tp))
     });
 }
 
-fn composed_is_almost_the_same<B: Backend>(comm: &B, dtype: DType, tp: [usize; 2]) {
+fn composed_is_almost_the_same<B: CollectiveBackend>(comm: &B, dtype: DType, tp: [usize; 2]) {
     let (layout, world) = (layout::<B>(comm, tp), comm.world_size());
     let (mixed, groups) = (MixedHandler::new(comm, layout).unwrap(), layout.dp_size());
     for counts in [vec![50; groups], (0..groups).map(|group| 20 * group).collect()] {
@@ -50,14 +51,13 @@ fn composed_is_almost_the_same<B: Backend>(comm: &B, dtype: DType, tp: [usize; 2
             let sum = |all: &[Vec<f64>]| all.concat().iter().sum();
             let exact = reference::outputs(op, &layout, &counts, &numbers, sum);
             let exact = &exact[comm.rank()];
-            let mut input = Tensor::<B>::holding(comm, &inputs[comm.rank()], Alignment::Aligned);
+            let input = Tensor::<B>::holding(comm, &inputs[comm.rank()], Alignment::Aligned);
             let mut output = Tensor::<B>::unwritten(comm, dtype, exact.len(), Alignment::Aligned);
             let call = MixedCall::from(op).mode(MixedMode::Composed).counts(&*counts);
             mixed.run(comm, call, input.view(), output.view_mut()).unwrap();
             // Two roundings of at most 2⁻⁹ each, of partial sums below 4 · world.
             let tolerance = if dtype == DType::BF16 { world as f64 * 4.0 / 128.0 } else { 1e-4 };
-            for (index, (&exact, actual)) in exact.iter().zip(output.values("composed").to_f64()).enumerate()
-            {
+            for (index, (&exact, actual)) in exact.iter().zip(output.values().to_f64()).enumerate() {
                 let wrapped = if dtype == DType::I32 { f64::from(exact as i64 as i32) } else { exact };
                 assert!(
                     (actual - wrapped).abs() <= tolerance,
@@ -72,7 +72,7 @@ fn text(outcome: Result<(), CollectiveError>) -> String {
     outcome.unwrap_err().to_string()
 }
 
-fn what_makes_no_sense_is_refused<B: Backend>(world: usize) {
+fn what_makes_no_sense_is_refused<B: CollectiveBackend>(world: usize) {
     B::run(world, |comm| {
         let layout = |tp| MixedLayout::builder(world, comm.rank()).local_tp(tp).build().unwrap();
         let of_tp = |tp| MixedHandler::new(&comm, layout(tp)).unwrap();
@@ -142,7 +142,7 @@ fn what_makes_no_sense_is_refused<B: Backend>(world: usize) {
     });
 }
 
-fn ranks_that_disagree_hear_of_it<B: Backend>(world: usize) {
+fn ranks_that_disagree_hear_of_it<B: CollectiveBackend>(world: usize) {
     let gather = MixedCall::from(MixedOp::AllReduceAllGather).mode(MixedMode::Waits);
     let scatter = MixedCall::from(MixedOp::ReduceScatterAllReduce).mode(MixedMode::Waits);
     // How the last rank's call differs from the others', and in which of two layouts it is made.

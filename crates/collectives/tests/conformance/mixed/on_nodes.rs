@@ -10,8 +10,7 @@ use antiphon_collectives::{
     mixed::{MixedCall, MixedHandler, MixedLayout, MixedMode, MixedOp},
 };
 use antiphon_fabric::{FabricError, LocalWorld, engine::Network};
-
-use crate::harness::TIMEOUT;
+use antiphon_testing::backend::TIMEOUT;
 
 /// What each rank of a world on these nodes returns.
 fn on_nodes<T: Send>(names: &[&str], run: impl Fn(Communicator) -> T + Sync) -> Vec<T> {

@@ -22,10 +22,10 @@ mod price;
 
 use super::{Flight, context::Context, flight, keeps_rows, replace};
 use crate::{
-    decisions::Rewrite,
     graph::{Graph, Op},
     hash::{HashMap, HashSet},
     ids::{OpId, ValueId},
+    lowered::Rewrite,
     numerics::Numerics,
     op::{Fused, FusedArg, FusedOutput, Kind, Quantize},
     types::{Element, Type},

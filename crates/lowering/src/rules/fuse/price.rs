@@ -6,10 +6,10 @@ use super::super::{Flight, sync::computed_until};
 use crate::{
     analysis::Analysis,
     costs::{Call, Costs, size_of},
+    decisions::Choice,
     graph::Graph,
     hash::HashSet,
     ids::{OpId, ValueId},
-    plan::Choice,
 };
 
 /// The prices of calls of one graph.

@@ -7,12 +7,12 @@ use super::context::Context;
 use crate::{
     analysis::Analysis,
     costs::{Call, size_of},
-    decisions::Rewrite,
+    decisions::Choice,
     graph::{Graph, Op},
     ids::{OpId, ValueId},
+    lowered::Rewrite,
     op::{Kind, Prim, ResultMemory},
     options::Realize,
-    plan::Choice,
     types::{Class, CommReq, Roles},
     verify::is_within,
 };

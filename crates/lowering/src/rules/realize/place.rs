@@ -5,13 +5,13 @@ use std::collections::BTreeMap;
 
 use crate::{
     analysis::Analysis,
-    decisions::{ALIGNMENT, comm},
+    decisions::Slot,
     faults::Fault,
     graph::Graph,
     hash::HashMap,
     ids::{StoreId, TokenId, ValueId},
+    lowered::{ALIGNMENT, comm},
     op::Kind,
-    plan::Slot,
     types::Class,
 };
 

@@ -16,11 +16,11 @@ use super::context::Context;
 use crate::{
     analysis::Analysis,
     costs::{Clock, Costs},
-    decisions::Rewrite,
     graph::{Graph, Op},
     hash::HashSet,
     ids::TokenId,
     lists::Lists,
+    lowered::Rewrite,
     op::Kind,
     order::{self, Edge},
     verify::verify,

@@ -20,7 +20,7 @@ use outputs::{Outputs, scale_layout};
 
 use super::{Communicator, prepare::algorithm};
 use crate::{
-    arguments::{Array, Given},
+    arguments::{Argument, Given},
     error::Result,
     fused::{Fused, check_overlap, cuda_device},
     interrupt,

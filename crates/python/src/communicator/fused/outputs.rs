@@ -12,7 +12,7 @@ use pyo3::{
 
 use super::Arguments;
 use crate::{
-    arguments::{Array, Given},
+    arguments::{Argument, Given},
     error::Result,
     operand::{Operand, Usage},
 };
@@ -36,7 +36,7 @@ pub(super) fn scale_layout(layout: Given<'_, '_>) -> Result<ScaleLayout> {
 
 /// Makes the outputs of a call.
 pub(super) struct Outputs<'a, 'py> {
-    pub(super) x: Array<'a, 'py>,
+    pub(super) x: Argument<'a, 'py>,
     pub(super) like: Operand,
     pub(super) arguments: Arguments<'a, 'py>,
 }

@@ -1,6 +1,5 @@
-//! Ranks as processes: the test binary starts itself again, once per rank, as the test `rank_process` or as the one that starts
-//! them.
-#![allow(dead_code)] // each test file uses its part
+//! Worlds whose ranks are processes: the test binary starts itself again, once per rank, as the test `rank_process` or as the one
+//! that starts them.
 
 use std::{
     ffi::OsStr,
@@ -15,7 +14,7 @@ use antiphon_fabric::{FabricError, rendezvous::RendezvousError};
 use rustix::process::{Pid, Signal};
 
 /// No test waits longer than this for anything.
-const LIMIT: Duration = Duration::from_secs(30);
+pub(crate) const LIMIT: Duration = Duration::from_secs(30);
 /// What marks the lines of a rank among those of the test harness.
 const MARK: &str = "@@ ";
 const ROLE: &str = "TEST_ROLE";
@@ -112,6 +111,7 @@ impl World {
         world
     }
 
+    /// The number of ranks.
     pub fn size(&self) -> usize {
         self.ranks.len()
     }
@@ -121,7 +121,10 @@ impl World {
         (0..self.size()).filter(move |&rank| rank != than)
     }
 
-    /// The next line of a rank, and when it came.
+    /// The next line that a rank [says](say), and when it came.
+    ///
+    /// # Panics
+    /// If the rank ends or says nothing for 30 seconds: with what all ranks have written to standard error.
     #[track_caller]
     pub fn hear(&self, rank: usize) -> (Instant, String) {
         self.ranks[rank].lines.recv_timeout(LIMIT).unwrap_or_else(|error| {
@@ -134,6 +137,7 @@ impl World {
         })
     }
 
+    /// Sends a signal to a rank, and returns when.
     pub fn signal(&self, rank: usize, signal: Signal) -> Instant {
         let now = Instant::now();
         rustix::process::kill_process(self.ranks[rank].pid(), signal).unwrap();
@@ -200,7 +204,7 @@ impl Start<'_> {
             .env("WORLD_SIZE", world_size.to_string())
             .env("TORCHELASTIC_RUN_ID", folder)
             .env("TMPDIR", folder)
-            .env("ANTIPHON_CACHE_DIR", concat!(env!("CARGO_TARGET_TMPDIR"), "/cache"))
+            .env("ANTIPHON_CACHE_DIR", program.with_file_name("cache"))
             .env("ANTIPHON_ARENA_BYTES", (16 << 20).to_string())
             .env("ANTIPHON_TIMEOUT", self.timeout.as_secs_f64().to_string())
             .stdin(Stdio::null())
@@ -249,26 +253,4 @@ fn listing(folder: impl AsRef<Path>) -> Vec<String> {
     let mut names: Vec<String> = entries.map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     names
-}
-
-/// World sizes, each with the rank that is killed.
-pub const VICTIMS: [(usize, usize); 8] = [(2, 1), (3, 0), (4, 2), (4, 3), (2, 0), (3, 1), (3, 2), (4, 0)];
-
-/// Kills each victim in the middle of `role`, and sees that the others soon get an error.
-pub fn kill_each(victims: &[(usize, usize)], role: &str, longest_delay: Duration) {
-    for (seed, &(world_size, victim)) in victims.iter().enumerate() {
-        let world = World::start(world_size, role, seed % 2 == 0, LIMIT);
-        world.assert_nameless(victim);
-        // Any moment, but the same in every run.
-        let moment = (seed as u32 + 1).wrapping_mul(0x9E37_79B1) >> 22;
-        std::thread::sleep(longest_delay * moment / 1024);
-        let killed = world.signal(victim, Signal::KILL);
-        for rank in world.others(victim) {
-            let (heard, said) = world.hear(rank);
-            assert_eq!(said, format!("lost {victim}"), "rank {rank} of {world_size}, in {role}");
-            let took = heard - killed;
-            assert!(took < Duration::from_secs(1), "rank {rank} of {world_size} knew after {took:?}");
-        }
-        world.end(&[victim]);
-    }
 }

@@ -1,5 +1,4 @@
-//! Orders of calls that run, calls that are captured and launches of graphs, for the calls of any family. The tests of crates above
-//! use it too.
+//! Orders of calls that run, calls that are captured and launches of graphs, for the calls of any family.
 
 use std::{cell::RefCell, error::Error, time::Duration};
 
@@ -9,6 +8,7 @@ type Outcome = Result<(), Box<dyn Error + Send + Sync>>;
 
 /// Three calls, each with memory of its own.
 pub struct Calls<'a> {
+    /// Of the rank's GPU.
     pub context: &'a Context,
     /// Puts a call into a stream.
     pub call: &'a dyn Fn(usize, &Stream) -> Outcome,

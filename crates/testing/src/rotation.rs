@@ -1,4 +1,4 @@
-//! A family for tests: every rank's bytes go to the next rank. The tests of crates above use it too.
+//! A family for tests: every rank's bytes go to the next rank.
 
 use antiphon_device::cuda::{DevicePointer, StreamRef};
 use antiphon_fabric::{
@@ -7,11 +7,14 @@ use antiphon_fabric::{
 };
 
 kernels! {
+    /// The kernel of rotate.cuh.
     pub enum Kernel {
+        /// Sends a rank's bytes to the next rank.
         Rotate = "rotate",
     }
 }
 
+/// The family; its program is rotate.cuh.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rotation;
 
@@ -22,6 +25,11 @@ impl Family for Rotation {
     const SOURCES: &'static [Source] = &[Source::new("rotate.cuh", include_str!("rotate.cuh"))];
 }
 
+/// Puts a rotation into the stream: `output` gets the bytes that the rank before has at `input`.
+///
+/// # Errors
+/// If a call of the tenant has failed, or the kernel cannot be loaded or launched.
+///
 /// # Safety
 /// Both addresses are valid for `bytes` bytes, a multiple of 16, until the stream has passed this call.
 pub unsafe fn rotate(

@@ -1,34 +1,36 @@
-//! Tensors of any dtype that notice a write beside them.
+//! Elements of any dtype.
 
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut, bf16, f16};
+use antiphon_testing::{Tensor, UNWRITTEN, backend::Backend};
 
-const GUARD: u64 = 0xA5A5_A5A5_A5A5_A5A5;
-/// What an output holds before: neither zero nor anything that results are.
-pub const UNWRITTEN: u8 = 0x5C;
-
-pub struct Tensor {
-    /// The content, and a word that nobody may write.
+/// What a tensor holds, on the host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Array {
+    /// Words, so that elements are aligned.
     words: Vec<u64>,
     bytes: usize,
     pub dtype: DType,
     pub shape: Vec<usize>,
 }
 
-impl Tensor {
+impl Array {
     pub fn holding(dtype: DType, shape: &[usize], content: &[u8]) -> Self {
         let bytes = shape.iter().product::<usize>() * dtype.size();
         assert_eq!(content.len(), bytes);
         let mut padded = content.to_vec();
         padded.resize(bytes.next_multiple_of(8), 0);
-        let mut words: Vec<u64> =
-            padded.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().unwrap())).collect();
-        words.push(GUARD);
-        Self { words, bytes, dtype, shape: shape.to_vec() }
+        let words = padded.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().unwrap()));
+        Self { words: words.collect(), bytes, dtype, shape: shape.to_vec() }
     }
 
     pub fn unwritten(dtype: DType, shape: &[usize]) -> Self {
         let bytes = shape.iter().product::<usize>() * dtype.size();
         Self::holding(dtype, shape, &vec![UNWRITTEN; bytes])
+    }
+
+    /// A tensor of a rank that holds it.
+    pub fn on<B: Backend>(&self, rank: &B) -> Tensor<B> {
+        Tensor::holding(rank, self.dtype, &self.shape, &self.content())
     }
 
     pub fn view(&self) -> TensorView<'_> {
@@ -43,9 +45,7 @@ impl Tensor {
         unsafe { TensorViewMut::from_raw_parts(data, self.dtype, &self.shape, None, Device::Host) }.unwrap()
     }
 
-    /// What it holds. Panics if something beside it was written.
     pub fn content(&self) -> Vec<u8> {
-        assert_eq!(self.words.last(), Some(&GUARD), "wrote beside a tensor");
         let mut content: Vec<u8> = self.words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         content.truncate(self.bytes);
         content
