@@ -1,16 +1,14 @@
 //! What warm calls on GPUs take of the host: how often they allocate memory and lock a mutex.
 
 mod calls;
-mod gpus;
 
 use antiphon_collectives::{ReduceOp, StreamCollectives, cuda::CudaCollectives};
 use antiphon_device::cuda::{Context, DeviceMemory};
 use antiphon_fabric::LocalWorld;
 use antiphon_operation::Operation;
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
-use antiphon_testing::{CountingAllocator, Taken, sized};
+use antiphon_testing::{CountingAllocator, Taken, device_of, gpus_for, sized};
 use calls::call_of;
-use gpus::{device_of, gpus};
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
@@ -21,7 +19,7 @@ const ROOM: usize = 1 << 12;
 
 #[test]
 fn every_operation_takes_nothing() {
-    let Some(driver) = gpus(WORLD) else { return };
+    let Some(driver) = gpus_for(WORLD) else { return };
     let calls = sized(1000, 100);
     LocalWorld::run(WORLD, |comm| {
         let me = comm.rank();

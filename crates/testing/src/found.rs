@@ -9,7 +9,7 @@ use std::{
 };
 
 use antiphon_device::{
-    cuda::{Context, CudaError, Driver, Nccl, Nvrtc},
+    cuda::{Context, CudaError, Device, Driver, Nccl, Nvrtc},
     library::LibraryError,
 };
 use antiphon_sass::Disassembler;
@@ -35,6 +35,26 @@ pub fn gpus(needed: usize) -> Option<&'static Driver> {
             if count < needed { Err(format!("{count} found")) } else { Ok(driver) }
         }),
     )
+}
+
+/// The GPUs' driver, if there are enough GPUs for as many ranks, of which [`ranks_per_gpu`] may share one.
+pub fn gpus_for(world_size: usize) -> Option<&'static Driver> {
+    gpus(world_size.div_ceil(ranks_per_gpu()))
+}
+
+/// How many ranks may share a GPU in tests whose ranks are threads: `ANTIPHON_TEST_RANKS_PER_GPU`, or 1. The GPU has room for the blocks of all
+/// of them. They share a context, in which making and freeing memory or loading kernels waits for all that is under way: so they meet between that
+/// and calls.
+pub fn ranks_per_gpu() -> usize {
+    std::env::var("ANTIPHON_TEST_RANKS_PER_GPU").map_or(1, |ranks| ranks.parse().expect("a number from 1"))
+}
+
+/// The device of a rank. As many ranks as there are GPUs have one each.
+///
+/// # Errors
+/// [`CudaError`] of a driver that is broken.
+pub fn device_of(driver: &'static Driver, rank: usize) -> Result<Device, CudaError> {
+    driver.device(rank as u32 % driver.device_count()?)
 }
 
 /// The contexts of two GPUs that reach each other's memory.

@@ -7,6 +7,7 @@
 //! | variable | effect |
 //! | --- | --- |
 //! | `ANTIPHON_SKIPPED` | the file to which each answer is appended: `ran` or `skipped`, the need, the test, the reason |
+//! | `ANTIPHON_TEST_RANKS_PER_GPU` | how many ranks share a GPU: then fewer GPUs are enough |
 //! | `ANTIPHON_REQUIRE` | the needs, by name and separated by commas, without which a test fails rather than skips; `all` is every need |
 //!
 //! `scripts/skipped.py` counts the records, and compares them with the sets in `tests/skipped/`. The Python tests write the same
@@ -33,7 +34,10 @@ mod port;
 mod record;
 mod taken;
 
-pub use found::{disassembler, gpus, is_emulated, link, nccl, nvrtc, packages, program, root, sized};
+pub use found::{
+    device_of, disassembler, gpus, gpus_for, is_emulated, link, nccl, nvrtc, packages, program,
+    ranks_per_gpu, root, sized,
+};
 pub use machines::Machines;
 pub use port::free_port;
 pub use record::{Need, need};

@@ -260,8 +260,6 @@ macro_rules! world_of_gpus {
 #[macro_use]
 #[path = "../by_name/mod.rs"]
 mod by_name;
-#[path = "../gpus/mod.rs"]
-mod gpus;
 #[path = "../../../fabric/tests/processes/mod.rs"]
 mod processes;
 

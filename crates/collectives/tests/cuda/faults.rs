@@ -10,19 +10,19 @@ use antiphon_collectives::{
 use antiphon_device::cuda::{Context, DeviceMemory, memory};
 use antiphon_fabric::{FabricError, LocalWorld};
 use antiphon_tensor::{DType, Device, quantize::TokenRule};
-use antiphon_testing::sized;
+use antiphon_testing::{device_of, gpus_for, sized};
 
 use crate::{
     captured::tensor,
     fused::{Case, Form, From, Fused},
-    harness::{At, Outcome, Rank, What, device_of, gpus, on_gpus},
+    harness::{At, Outcome, Rank, What, on_gpus},
 };
 
 const SUM: What = What::AllReduce(ReduceOp::Sum, None);
 
 /// Runs `body` on two GPUs with a deadline, and then a sound call on new communicators.
 pub fn with_deadline<T: Send>(timeout: Duration, body: impl Fn(Rank) -> Outcome<T> + Sync) -> Vec<T> {
-    let Some(driver) = gpus(2) else { return Vec::new() };
+    let Some(driver) = gpus_for(2) else { return Vec::new() };
     let outcomes = LocalWorld::run_with(2, timeout, |comm| -> Outcome<T> {
         let context = Context::primary(device_of(driver, comm.rank())?)?;
         let collectives = CudaCollectives::new(&comm, &context)?;
@@ -283,10 +283,10 @@ fn ranks_that_fuse_different_things_are_told_so() {
 
 #[test]
 fn messages_that_differ_are_named_on_the_receiver() {
-    let Some(driver) = gpus(2) else { return };
+    let Some(driver) = gpus_for(2) else { return };
     let timeout = std::time::Duration::from_secs(2);
     let texts = LocalWorld::run_with(2, timeout, |comm| -> Outcome<String> {
-        let context = Context::primary(driver.device(comm.rank() as u32)?)?;
+        let context = Context::primary(device_of(driver, comm.rank())?)?;
         let collectives = CudaCollectives::new(&comm, &context)?;
         let (stream, device) = (context.stream()?, Device::Cuda(context.device().ordinal()));
         let memory = DeviceMemory::allocate(&context, 4096)?;

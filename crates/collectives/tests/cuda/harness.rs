@@ -7,8 +7,7 @@ use antiphon_collectives::{
 use antiphon_device::cuda::{Context, DeviceMemory, Stream};
 use antiphon_fabric::{Communicator, LocalWorld, RegisteredMemory};
 use antiphon_tensor::{DType, Device, Element, TensorView, TensorViewMut};
-
-pub use crate::gpus::{device_of, gpus, ranks_per_gpu};
+use antiphon_testing::{device_of, gpus_for, ranks_per_gpu};
 
 pub type Outcome<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
@@ -21,7 +20,7 @@ pub struct Rank {
 
 /// Runs `body` on as many GPUs; skips where there are fewer.
 pub fn on_gpus(world_size: usize, body: impl Fn(&Rank) -> Outcome + Sync) {
-    let Some(driver) = gpus(world_size) else { return };
+    let Some(driver) = gpus_for(world_size) else { return };
     let timeout = std::time::Duration::from_secs(20);
     let outcomes = LocalWorld::run_with(world_size, timeout, |comm| -> Outcome {
         let context = Context::primary(device_of(driver, comm.rank())?)?;

@@ -10,8 +10,6 @@ mod faults;
 mod fused;
 mod fusion;
 mod fusion_mixed;
-#[path = "../gpus/mod.rs"]
-mod gpus;
 mod graphs;
 mod harness;
 mod image;

@@ -8,11 +8,11 @@ use antiphon_collectives::{
 };
 use antiphon_operation::{InPlace, Operation};
 use antiphon_tensor::{DType, Device, TensorViewMut};
-use antiphon_testing::nccl;
+use antiphon_testing::{gpus_for, nccl};
 
 use crate::{
     captured::{calls_of, tensor},
-    harness::{Outcome, Rank, gpus, on_gpus, values},
+    harness::{Outcome, Rank, on_gpus, values},
 };
 
 const COUNT: usize = 1003;
@@ -80,7 +80,7 @@ fn named_methods_are_calls_by_our_kernels() {
 
 #[test]
 fn named_methods_are_calls_by_nccl() {
-    if gpus(2).and_then(|_| nccl()).is_none() {
+    if gpus_for(2).and_then(|_| nccl()).is_none() {
         return;
     }
     on_gpus(2, |rank| {

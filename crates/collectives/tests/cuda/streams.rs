@@ -6,11 +6,11 @@ use antiphon_device::cuda::{
     StreamRef,
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
-use antiphon_testing::nccl;
+use antiphon_testing::{gpus_for, nccl};
 
 use crate::{
     captured::tensor,
-    harness::{At, Outcome, Rank, What, gpus, on_gpus, values},
+    harness::{At, Outcome, Rank, What, on_gpus, values},
 };
 
 const SUM: What = What::AllReduce(ReduceOp::Sum, None);
@@ -193,7 +193,7 @@ fn kernels_that_fill_the_gpu_behind_two_communicators() {
 
 #[test]
 fn kernels_that_fill_the_gpu_behind_ours_and_nccls() {
-    if gpus(2).and_then(|_| nccl()).is_none() {
+    if gpus_for(2).and_then(|_| nccl()).is_none() {
         return;
     }
     on_gpus(2, |rank| {

@@ -40,6 +40,7 @@ fn replays(world_size: usize) {
             })?;
             graphs.push(graph.instantiate()?);
         }
+        rank.meet()?;
         for replay in 0..20 {
             // SAFETY: all memory of the graphs lives until the end of the test, which synchronises.
             unsafe { graphs[replay % 3].launch(&rank.stream) }?;

@@ -21,12 +21,10 @@ use antiphon_device::{
 use antiphon_fabric::{FabricError, LocalWorld};
 use antiphon_operation::Operation;
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
+use antiphon_testing::{device_of, gpus_for, ranks_per_gpu};
 
 use super::{Alignment, Backend, Like, Loose, TIMEOUT};
-use crate::{
-    gpus::{device_of, gpus, ranks_per_gpu},
-    values::Values,
-};
+use crate::values::Values;
 
 /// A rank with tensors in the memory of its GPU.
 pub struct Gpus {
@@ -64,7 +62,7 @@ impl Drop for Memory {
 /// Calls the behaviour if there are as many GPUs.
 pub fn on_gpus(name: &str, behaviour: fn(usize)) {
     let world_size = super::world_size(name);
-    if gpus(world_size).is_some() {
+    if gpus_for(world_size).is_some() {
         behaviour(world_size);
     }
 }
@@ -124,7 +122,7 @@ impl Backend for Gpus {
     const SEAMS: &'static [usize] = &[496, 14_336, 512 << 10, 3 << 20];
 
     fn run_ranks(world_size: usize, rank: &(dyn Fn(Self) + Sync)) {
-        let driver = gpus(world_size).expect("on_gpus has seen that there are enough");
+        let driver = gpus_for(world_size).expect("on_gpus has seen that there are enough");
         let all = Arc::new(Barrier::new(world_size));
         LocalWorld::run_with(world_size, TIMEOUT, |comm| {
             let context = Context::primary(device_of(driver, comm.rank()).unwrap()).unwrap();
