@@ -150,14 +150,19 @@ impl Shapes {
         is_compiled.then(|| self.text().into())
     }
 
-    fn text(&self) -> String {
+    /// The steps and items for which a block has room in its shared memory, and in its part of the table, if its part is copied there.
+    pub(super) fn copied(&self) -> Option<[usize; 2]> {
         let [steps, items] = self.most;
-        let is_copied = steps * Listed::BYTES + items * Listed::ITEM_BYTES <= MOST_COPIED;
+        let fits = steps * Listed::BYTES + items * Listed::ITEM_BYTES <= MOST_COPIED;
+        fits.then_some([steps, items.max(1)])
+    }
+
+    fn text(&self) -> String {
+        let is_copied = self.copied().is_some();
         // What is not copied does not make another kernel.
-        let [steps, items] = if is_copied { [steps, items] } else { [1, 1] };
+        let [steps, items] = self.copied().unwrap_or([1, 1]);
         let mut text = format!(
-            "constexpr bool IS_COPIED = {is_copied};\nconstexpr u32 MOST_STEPS = {steps}, MOST_ITEMS = {};\n\n",
-            items.max(1)
+            "constexpr bool IS_COPIED = {is_copied};\nconstexpr u32 MOST_STEPS = {steps}, MOST_ITEMS = {items};\n\n"
         );
         text += include_str!("compiled.cuh");
         for (id, shape) in self.shapes.iter().enumerate() {

@@ -85,9 +85,14 @@ impl PlanFamily {
         Self { element, packets, per_multiprocessor, compiled }
     }
 
+    /// Whether it is compiled for the steps of a plan.
+    pub(super) fn is_compiled(&self) -> bool {
+        self.compiled.is_some()
+    }
+
     /// The name of its form.
     pub(super) fn form(&self) -> &'static str {
-        if self.compiled.is_some() { "compiled" } else { "interpreted" }
+        if self.is_compiled() { "compiled" } else { "interpreted" }
     }
 }
 

@@ -130,7 +130,6 @@ execute(const __grid_constant__ arguments a, const __grid_constant__ plan_call p
     const block_end end(a);
     if (!begin_launch(a, p)) return;
     set_loop(NO_LOOP, 0);
-    __syncthreads();
 
     // A warp that has given up does nothing until the block's threads meet, and then the block ends.
     bool has_failed = false;

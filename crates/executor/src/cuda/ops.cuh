@@ -31,7 +31,7 @@ struct alignas(16) plan_item {
     u32 rank; // the rank that sends these packets, or through this channel
 };
 
-// A step of a thread block. Rust's `RawStep` has the same layout.
+// A step of a thread block. Rust's `Table` has the same layout.
 struct alignas(16) plan_step {
     u32 kind;
     u32 detail;   // the operator; or whether a signal is relaxed, how many blocks meet, how many steps a loop has
@@ -49,7 +49,7 @@ struct alignas(16) plan_counter {
     u64 count, taken;
 };
 
-// Where the steps of a thread block are, and their items. Rust's `RawBlock` has the same layout.
+// Where the steps of a thread block are, and their items. Rust's `Table` has the same layout.
 struct alignas(16) plan_block {
     u32 first_step, first_item, steps, items;
     u32 shape; // which case of a compiled kernel does them

@@ -171,7 +171,8 @@ impl CudaPlan {
 
     /// Puts the table of some steps into device memory: what a launch passes of it, and its memory.
     fn load_table(&self, listed: &ListedPlan, places: &[Places<'_>]) -> Result<(PlanCall, DeviceMemory)> {
-        let table = Table::new(&listed.listing, &listed.shapes.of_blocks, places);
+        let copied = listed.shapes.copied().filter(|_| listed.family.is_compiled());
+        let table = Table::new(&listed.listing, &listed.shapes.of_blocks, copied, places);
         let memory = DeviceMemory::allocate(&self.context, table.bytes.len()).map_err(FabricError::from)?;
         let stream = self.context.stream().map_err(FabricError::from)?;
         memory.write(&stream, 0, &table.bytes).map_err(FabricError::from)?;

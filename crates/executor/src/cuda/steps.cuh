@@ -124,10 +124,8 @@ DEVICE bool begin_launch(const arguments& a, const plan_call& p) {
         fence_sys(); // ahead of the tag: pairs with the fence behind the peers' loads of it
     }
     const bool goes_on = advance(a, t, (u32)p.size, (u32)p.places, 0, meets) && (!meets || meet_ranks(a, t));
+    if (threadIdx.x == 0) of_launch() = numbers{t.slot, flag, meets, number_of(t)};
     if (__syncthreads_or(!goes_on)) return false;
-    if (threadIdx.x == 0) {
-        of_launch() = numbers{t.slot, flag, meets, number_of(t)};
-        p.flags[blockIdx.x] = flag;
-    }
+    if (threadIdx.x == 0) p.flags[blockIdx.x] = flag;
     return true;
 }
