@@ -62,7 +62,10 @@ template <class Step> DEVICE bool take(const Step& l, u32 kind, u32 counts, u32&
     if (i < counts) {
         plan_counter* counter = (plan_counter*)l.item(i).at;
         w.what = kind == STEP_ACQUIRE ? until::COUNT_HERE : until::COUNT;
-        w.place = (u64)&counter->count, w.expected = atomicAdd(&counter->taken, 1ull) + 1, w.peer = l.item(i).rank;
+        w.place = (u64)&counter->count, w.peer = l.item(i).rank;
+        w.expected = atom_add_relaxed_gpu(&counter->taken, (u64)1) + 1;
+        u64 seen; // loaded while the number that was taken is on its way
+        if (w.has_come(seen)) w.what = until::NOW;
     }
     ++round;
     return false;
