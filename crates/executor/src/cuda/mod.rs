@@ -50,7 +50,7 @@
 //! * *Before a launch* a rank owns its tensors: its stream writes the input, and reads what the launch before has left in the output.
 //!   Where ranks do not meet, it is proved that peers access them behind a signal of the rank's launch, which publishes what was ahead of
 //!   it. When ranks have met, the streams of all have come to the launch, so that is over. The meeting publishes it: what was done ahead of a
-//!   kernel in its stream is visible to the kernel, block 0 has a fence ahead of the tag, and peers have one behind their loads of it.
+//!   kernel in its stream is visible to the kernel, block 0 has a fence ahead of the number of its call, which peers acquire.
 //! * *Behind a launch* the rank owns them again, although peers may still be in theirs. That is proved: all accesses to a rank's input
 //!   and output happen before the rank has ended ([`verify`](antiphon_plan::verify#what-is-proved)), writes in the order of data
 //!   and reads in that of execution. A plan of which a rank may end earlier is rejected

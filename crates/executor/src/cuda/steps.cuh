@@ -2,7 +2,8 @@
 //
 // A step `l` has the arguments `a` and `p`, the step's `step`, its items (`item`), their addresses (`place`) and its `number`.
 
-// Beside the tags of a slot: the number of each rank's call.
+// Beside the tags of a slot: the number of each rank's call, of which nothing says whether it comes ahead of the tag. It is EMPTY until it comes, and
+// emptied with the tag.
 DEVICE u32* call_of(u8* arena, u32 slot, u32 rank) { return (u32*)(arena + slot + TAGS_BYTES / 2) + rank; }
 
 // For a wait in a launch that meets nobody: whether a rank meets in the launch of this number, or an earlier one that did not meet here.
@@ -12,9 +13,8 @@ DEVICE void find_meeting(const arguments& a, u32 slot, u32 number) {
         const u32 rank = rank_of(a, peer);
         tag theirs;
         load_tag(a.own + slot + rank * 16, theirs.low, theirs.high);
-        fence_sys(); // pairs with the fence ahead of the peer's tag
-        const u32 ahead = ld_relaxed_sys(call_of(a.own, slot, rank)) - number;
-        if (theirs.low == ~0ull || (i32)(ahead << NUMBER_AT) > 0) continue;
+        const u32 call = ld_relaxed_sys(call_of(a.own, slot, rank));
+        if (theirs.low == ~0ull || call == EMPTY || (i32)((call - number) << NUMBER_AT) > 0) continue;
         stop_calls((control*)a.own, (control*)a.other);
         st_relaxed_sys(call_of(a.peer[peer], slot, a.rank), number);
         store_tag(a.peer[peer] + slot + a.rank * 16, a.doing.low, a.doing.high);
@@ -95,15 +95,22 @@ DEVICE void clear_packets(const plan_call& p) {
 }
 
 // All ranks have come to this launch, so that their earlier ones are over and their inputs are in place. Each block waits for the tags
-// of all peers. False for a thread that gave up, or found that another rank is in another call.
+// and the numbers of all peers. False for a thread that gave up, or found that another rank is in another call.
 DEVICE bool meet_ranks(const arguments& a, const turn& t) {
     if (threadIdx.x >= PEERS) return true;
     const u32 rank = rank_of(a, threadIdx.x);
-    const bool agrees = reader(a, t).agrees(rank);
-    fence_sys(); // pairs with the fence ahead of the peer's tag
-    if (!agrees || ld_relaxed_sys(call_of(a.own, t.slot, rank)) == number_of(t)) return agrees;
+    tag theirs;
+    u32 call;
+    const bool came = reader(a, t).wait<false>([&](u32& missing) {
+        missing = rank;
+        load_tag(a.own + t.slot + rank * 16, theirs.low, theirs.high);
+        call = ld_acquire_sys(call_of(a.own, t.slot, rank)); // pairs with the fence ahead of the peer's number
+        return theirs.low != ~0ull && call != EMPTY;
+    });
+    if (!came) return false;
+    if (theirs.low == a.doing.low && theirs.high == a.doing.high && call == number_of(t)) return true;
     stop_calls((control*)a.own, (control*)a.other);
-    record_wait(a.board, DISAGREED, a.rank, rank, a.doing, 0, a.doing);
+    record_wait(a.board, DISAGREED, a.rank, rank, a.doing, 0, theirs);
     return false;
 }
 
@@ -123,12 +130,15 @@ DEVICE bool begin_launch(const arguments& a, const plan_call& p) {
     const bool meets = meets_ranks(p, t, flag);
     t.words.y = t.words.z = 0; // the launch before has used no lanes, but left what it was
     if (has_tag() && meets && !t.has_failed()) {
+        // What is ahead of the launch in its stream is over: pairs with the peers' acquire loads of the number. Nothing is on its way yet that the
+        // fence would wait for.
+        fence_sys();
         st_relaxed_sys(call_of(a.peer[threadIdx.x], t.slot, a.rank), number_of(t));
-        fence_sys(); // ahead of the tag: pairs with the fence behind the peers' loads of it
+        st_relaxed_sys(call_of(a.own, t.before, rank_of(a, threadIdx.x)), EMPTY);
     }
-    const bool goes_on = advance(a, t, (u32)p.size, (u32)p.places, 0, meets) && (!meets || meet_ranks(a, t));
-    if (threadIdx.x == 0) of_launch() = numbers{t.slot, flag, meets, number_of(t)};
-    if (__syncthreads_or(!goes_on)) return false;
+    if (threadIdx.x == 0) of_launch() = numbers{t.slot, flag, meets, number_of(t)}; // ahead of the meeting of the threads in `advance`
+    if (!advance(a, t, (u32)p.size, (u32)p.places, 0, meets)) return false;
+    if (meets && __syncthreads_or(!meet_ranks(a, t))) return false;
     if (threadIdx.x == 0) p.flags[blockIdx.x] = flag;
     return true;
 }
