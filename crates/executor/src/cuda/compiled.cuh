@@ -281,9 +281,13 @@ DEVICE bool run(block_steps& b, u32 shape);
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 execute(const __grid_constant__ arguments a, const __grid_constant__ plan_call p) {
+    // The launch before writes nothing of the table, but the flag that tells which half of the scratch is next.
+    if constexpr (IS_COPIED)
+        if (p.halves == 1) copy_table(p, blockIdx.x);
     pdl_wait();
     const block_end end(a);
-    if constexpr (IS_COPIED) copy_table(p, number_of_block(p, next_flag(p)));
+    if constexpr (IS_COPIED)
+        if (p.halves != 1) copy_table(p, number_of_block(p, next_flag(p)));
     if (!begin_launch(a, p)) return;
     const plan_block& block = IS_COPIED ? copied().block : p.blocks[number_of_block(p, of_launch().flag)];
     const plan_step* steps = IS_COPIED ? copied().steps : p.steps + block.first_step;
