@@ -121,6 +121,9 @@ impl Family for PlanFamily {
             DType::U8 => "u8",
             other => unreachable!("{other} was refused"),
         };
+        // The first warp signals first.
+        let claims = self.threads() - 1;
+        let program = program.define("CLAIMING_THREAD", claims);
         let program = program.define("ELEMENT", element).define("PAYLOAD", self.packets.payload());
         let program =
             Kind::ALL.iter().fold(program, |program, kind| program.define(kind.name(), *kind as u32));
