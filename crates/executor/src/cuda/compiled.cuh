@@ -75,15 +75,28 @@ struct step_of {
 [[maybe_unused]] DEVICE void add(const block_steps& b, const step_of& l, u32 kind, bool relaxed, u32 counts) {
     if (!b.has_failed) add(l, kind, relaxed, counts);
 }
-[[maybe_unused]] DEVICE void take(block_steps& b, const step_of& l, u32 kind, u32 counts) {
+// A step that has to wait until it comes again: step(round, w) is false then.
+template <class Step> DEVICE void in_rounds(block_steps& b, const step_of& l, Step step) {
     u32 round = 0;
     awaited w;
-    while (!b.has_failed && !take(l, kind, counts, round, w)) b.has_failed = !wait(l, w);
+    while (!b.has_failed && !step(round, w)) b.has_failed = !wait(l, w);
+}
+[[maybe_unused]] DEVICE void take(block_steps& b, const step_of& l, u32 kind, u32 counts) {
+    in_rounds(b, l, [&](u32& round, awaited& w) { return take(l, kind, counts, round, w); });
 }
 [[maybe_unused]] DEVICE void arrive(block_steps& b, const step_of& l) {
     u32 round = 0;
     awaited w;
     if (!b.has_failed && !arrive(l, round, w)) b.has_failed = !wait(l, w);
+}
+[[maybe_unused]] DEVICE void copy(block_steps& b, const step_of& l, work_range part) {
+    in_rounds(b, l, [&](u32& round, awaited& w) { return post_copy(l, part, round, w); });
+}
+[[maybe_unused]] DEVICE void raise(block_steps& b, const step_of& l, u32 counts) {
+    in_rounds(b, l, [&](u32& round, awaited& w) { return post_signals(l, counts, round, w); });
+}
+[[maybe_unused]] DEVICE void flush(block_steps& b, const step_of& l) {
+    in_rounds(b, l, [&](u32& round, awaited& w) { return flush(l, round, w); });
 }
 
 // ------------------------------------------------------------------------------------------------- steps that move data

@@ -8,7 +8,7 @@ use antiphon_fabric::gpu::{Family, Source, kernels};
 use antiphon_plan::{REDUCE_OPS, ReduceOp};
 use antiphon_tensor::DType;
 
-use super::{bases::Bases, listing::Kind};
+use super::{bases::Bases, engines::REQUESTS, listing::Kind};
 use crate::PacketKind;
 
 kernels! {
@@ -32,6 +32,8 @@ pub(super) struct PlanCall {
     pub(super) halves: u64,
     pub(super) size: u64,
     pub(super) places: u64,
+    pub(super) requests: u64,
+    pub(super) requested: u64,
     pub(super) bases: Bases,
 }
 
@@ -123,7 +125,7 @@ impl Family for PlanFamily {
         };
         // The first warp signals first.
         let claims = self.threads() - 1;
-        let program = program.define("CLAIMING_THREAD", claims);
+        let program = program.define("CLAIMING_THREAD", claims).define("REQUESTS", REQUESTS);
         let program = program.define("ELEMENT", element).define("PAYLOAD", self.packets.payload());
         let program =
             Kind::ALL.iter().fold(program, |program, kind| program.define(kind.name(), *kind as u32));

@@ -136,6 +136,7 @@ mod bases;
 mod call;
 mod collection;
 mod compiled;
+mod engines;
 mod family;
 mod kernel;
 mod listing;
@@ -154,3 +155,5 @@ pub use collection::{AlgorithmCollection, Choice, Explained};
 pub use compiled::Form;
 pub use kernel::{KernelNeeds, PlanKernel};
 pub use plan::{CudaOptions, CudaPlan};
+
+pub use crate::layout::Ports;

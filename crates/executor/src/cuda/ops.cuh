@@ -55,6 +55,11 @@ struct alignas(16) plan_block {
     u32 shape; // which case of a compiled kernel does them
 };
 
+// A request to a copy engine, in the host's memory: engines.rs. It copies bytes, or if there are none raises the count at `to`.
+struct alignas(32) plan_request {
+    u64 number, from, to, bytes;
+};
+
 // What steps share. Rust's `PlanCall` has the same layout.
 struct plan_call {
     const plan_block* blocks;
@@ -67,6 +72,8 @@ struct plan_call {
     u64 halves;             // of the scratch, which launches take in turn; the table has the blocks of each
     u64 size;               // the number of the plan's size among all of the communicator; 0 if ranks meet before each launch
     u64 places;             // of registered tensors: a digest
+    plan_request* requests; // the FIFO of requests to copy engines, if these do the work of ports
+    plan_counter* requested;       // how many of them are done, and how many were made
     u64 bases[3 + 3 * MAX_WORLD]; // where tensors begin in this launch: this rank's, all ranks' shared ones, and all ranks' staging
 };
 

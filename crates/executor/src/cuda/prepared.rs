@@ -110,6 +110,7 @@ impl CudaPlan {
             placements: &self.mode(key.in_place).placements,
             rank: self.rank,
             packets: self.options.packets,
+            ports: self.options.ports,
             element: key.dtype.size(),
             extent,
             sliced,
@@ -191,6 +192,8 @@ impl CudaPlan {
             halves,
             size: if self.meets { 0 } else { lock(&self.tenant).next_size() },
             places: 0,
+            requests: self.memory.engines.as_ref().map_or(0, |engines| engines.fifo().0),
+            requested: self.memory.counters.requests(self.rank).0,
             bases: Bases::none(),
         };
         Ok((call, memory))

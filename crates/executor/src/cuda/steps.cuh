@@ -83,6 +83,50 @@ template <class Step> DEVICE bool arrive(const Step& l, u32& round, awaited& w) 
     return false;
 }
 
+// The number of the block's last request to a copy engine in this launch; 0 if there is none.
+DEVICE u64& last_request() {
+    __shared__ u64 of_block;
+    return of_block;
+}
+
+// Makes `count` requests, of which request(i) gives the i-th, without its number: the first thread does, behind what the threads of the block did
+// before they last met. In each round it writes the one of the round before, and takes the number of the next, which has to wait for room.
+template <class Step, class Request> DEVICE bool post(const Step& l, u32 count, Request request, u32& round, awaited& w) {
+    if (thread() >= 32) return true;
+    const plan_call& p = l.p;
+    if (round != 0 && thread() == 0) {
+        const u64 number = w.expected + REQUESTS;
+        const plan_request next = request(round - 1);
+        plan_request* slot = p.requests + (number - 1) % REQUESTS;
+        st_relaxed_sys(&slot->from, next.from);
+        st_relaxed_sys(&slot->to, next.to);
+        st_relaxed_sys(&slot->bytes, next.bytes);
+        st_release_sys(&slot->number, number); // pairs with the host's acquire load in Worker::next
+        last_request() = number;
+    }
+    if (round == count) return true;
+    w = awaited{until::NOW, l.a.rank, (u64)&p.requested->count, 0};
+    if (thread() == 0) w.what = until::COUNT, w.expected = atom_add_relaxed_gpu(&p.requested->taken, (u64)1) + 1 - REQUESTS;
+    ++round;
+    return false;
+}
+template <class Step> DEVICE bool post_copy(const Step& l, work_range part, u32& round, awaited& w) {
+    const auto request = [&](u32) { return plan_request{0, l.place(0) + part.begin, l.place(1) + part.begin, part.end - part.begin}; };
+    return post(l, part.begin < part.end ? 1 : 0, request, round, w);
+}
+template <class Step> DEVICE bool post_signals(const Step& l, u32 counts, u32& round, awaited& w) {
+    return post(l, counts, [&](u32 i) { return plan_request{0, 0, l.place(i), 0}; }, round, w);
+}
+
+// The first thread waits until the block's requests are done.
+template <class Step> DEVICE bool flush(const Step& l, u32& round, awaited& w) {
+    if (round != 0 || thread() >= 32) return true;
+    const bool waits = thread() == 0 && last_request() != 0;
+    w = awaited{waits ? until::COUNT : until::NOW, l.a.rank, (u64)&l.p.requested->count, waits ? last_request() : 0};
+    round = 1;
+    return false;
+}
+
 // Flags begin anew after 2^32 - 1 launches. Packets are cleared at the end of the last of them, when all blocks of this rank have
 // ended, and once more behind the first launch of the new round: until all ranks have met in that, packets of the round before that
 // nobody reads may arrive. No peer sends packets of the next launch before this rank has come to it.
@@ -136,7 +180,10 @@ DEVICE bool begin_launch(const arguments& a, const plan_call& p) {
         st_relaxed_sys(call_of(a.peer[threadIdx.x], t.slot, a.rank), number_of(t));
         st_relaxed_sys(call_of(a.own, t.before, rank_of(a, threadIdx.x)), EMPTY);
     }
-    if (threadIdx.x == 0) of_launch() = numbers{t.slot, flag, meets, number_of(t)}; // ahead of the meeting of the threads in `advance`
+    if (threadIdx.x == 0) { // ahead of the meeting of the threads in `advance`
+        of_launch() = numbers{t.slot, flag, meets, number_of(t)};
+        last_request() = 0;
+    }
     if (!advance(a, t, (u32)p.size, (u32)p.places, 0, meets)) return false;
     if (meets && __syncthreads_or(!meet_ranks(a, t))) return false;
     if (threadIdx.x == 0) p.flags[blockIdx.x] = flag;

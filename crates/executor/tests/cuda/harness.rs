@@ -5,7 +5,7 @@ use std::time::Duration;
 use antiphon_device::cuda::{Context, DeviceMemory, Stream, memory};
 use antiphon_executor::{
     LoadedPlan, Options, PacketKind,
-    cuda::{CudaOptions, CudaPlan, Form},
+    cuda::{CudaOptions, CudaPlan, Form, Ports},
 };
 use antiphon_fabric::{Communicator, LocalWorld, RegisteredMemory};
 use antiphon_plan::{
@@ -96,7 +96,7 @@ pub const COMPILED: CudaOptions = of(Form::Compiled);
 pub const INTERPRETED: CudaOptions = of(Form::Interpreted);
 
 const fn of(form: Form) -> CudaOptions {
-    CudaOptions { packets: PacketKind::LL16, form, most_scratch: 512 << 20 }
+    CudaOptions { packets: PacketKind::LL16, form, ports: Ports::Blocks, most_scratch: 512 << 20 }
 }
 
 /// A plan on both backends.

@@ -4,6 +4,7 @@
 mod back_to_back;
 mod collection;
 mod compiled;
+mod engines;
 mod failures;
 mod graphs;
 mod harness;
