@@ -145,8 +145,7 @@ functions! {
     }
     fn cuStreamWriteValue64_v2(stream: *const Stream, to: u64, value: u64, _flags: c_uint) {
         submit(stream, move || {
-            AtomicU64::from_ptr(to as *mut u64).store(value, Ordering::Release);
-            order::wrote_word(to);
+            order::write_word(to, || AtomicU64::from_ptr(to as *mut u64).store(value, Ordering::Release));
         })
     }
     fn cuMemsetD8Async(to: u64, value: u8, len: usize, stream: *const Stream) {

@@ -130,18 +130,19 @@ pub(crate) fn copied(device: usize, to: u64, from: Option<u64>, bytes: usize) {
     });
 }
 
-/// A stream has written a word: whoever acquires it knows what the stream knew.
-pub(crate) fn wrote_word(to: u64) {
+/// A stream writes a word, by `write`: whoever acquires it knows what the stream knew.
+pub(crate) fn write_word(to: u64, write: impl FnOnce()) {
     if !is_checking() {
-        return;
+        return write();
     }
     let grid: Arc<Grid> = Grid::new(None, 0, 1, [[1; 3]; 2]);
     let what = WRITE | STRONG | RELEASE | (SYSTEM as u32) << 16;
     let access = Access { id: grid.range.start, time: 1, pc: 0, what };
     let mut knowledge = get().known;
     knowledge.all.end(grid.range);
-    if let Some(page) = page(to as usize) {
-        let mut locked = Locked::new(page, to as usize);
+    let mut locked = page(to as usize).map(|page| Locked::new(page, to as usize));
+    write();
+    if let Some(locked) = &mut locked {
         let first = to as usize % GRANULE / WORD;
         for cell in &mut locked.cells()[first..first + 2] {
             *cell = Cell { writer: access.record(0xF, true), ..Cell::default() };
@@ -155,6 +156,7 @@ pub(crate) fn wrote_word(to: u64) {
         carried.retain(|(of, _)| *of != 0);
         carried.push((mask, message));
     }
+    drop(locked);
     ORDER.with_borrow_mut(|order| {
         let order = order.get_or_insert_default();
         order.known = knowledge;

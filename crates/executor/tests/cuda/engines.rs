@@ -23,9 +23,10 @@ use crate::{
 
 const ENGINES: CudaOptions = CudaOptions { ports: Ports::Engines, ..COMPILED };
 
-/// Plans with ports: a put with a signal and a flush, a ring of all that ports do, and nodes that reduce what came.
+/// Plans with ports: a put with a signal and a flush, by three blocks of each rank; a ring of all that ports do; and nodes that reduce what came.
 fn plans_with_ports(ranks: usize) -> Vec<VerifiedPlan> {
-    let setting = Setting::new(ranks as u32);
+    let mut setting = Setting::new(ranks as u32);
+    setting.options.instances = 3;
     let hierarchical = ranks.is_multiple_of(2).then_some("hierarchical-all-reduce");
     let of_library = ["port-send-recv"].into_iter().chain(hierarchical);
     let plans = of_library.map(|name| find(name).unwrap().plan(&setting).unwrap());
@@ -63,19 +64,33 @@ fn engines_have_the_hosts_bits_on_4() {
     have_the_hosts_bits(4);
 }
 
-/// More requests than the FIFO has slots, in pipelines and in launches of slices.
+/// More requests than the FIFO has slots, in a launch and in launches one behind the other.
+fn slots_are_used_again(ranks: usize) {
+    let plan = proved(plans::put_in_turns(ranks as u32).unwrap());
+    on_gpus(ranks, |rank| {
+        let mut both = Both::load(rank, &plan, ENGINES)?;
+        both.prepare::<f32>(2100)?;
+        both.prepare::<f32>(16)?;
+        let (long, short) = (both.call::<f32>(2100, 0, 1)?, both.call::<f32>(16, 0, 2)?);
+        for _ in 0..3 {
+            both.queue(&long)?;
+        }
+        for _ in 0..100 {
+            both.queue(&short)?;
+        }
+        both.check(&long, "of many requests")?;
+        both.check(&short, "many times")
+    });
+}
+
 #[test]
 fn slots_are_used_again_on_2() {
-    let plan = proved(find("port-send-recv").unwrap().plan(&Setting::new(2)).unwrap());
-    on_gpus(2, |rank| {
-        let mut both = Both::load(rank, &plan, ENGINES)?;
-        both.prepare::<f32>(16)?;
-        let call = both.call::<f32>(16, 0, 1)?;
-        for _ in 0..300 {
-            both.queue(&call)?;
-        }
-        both.check(&call, "many times")
-    });
+    slots_are_used_again(2);
+}
+
+#[test]
+fn slots_are_used_again_on_3() {
+    slots_are_used_again(3);
 }
 
 /// Graphs of two plans, between eager calls of another size; each rank writes its input again behind every call.
