@@ -201,6 +201,11 @@ impl<'a> Both<'a> {
 
     /// Puts a call into the rank's stream.
     pub fn queue<T: Element>(&self, call: &Call<T>) -> antiphon_executor::Result<()> {
+        self.queue_on(call, &self.rank.stream)
+    }
+
+    /// Puts a call into a stream.
+    pub fn queue_on<T: Element>(&self, call: &Call<T>, stream: &Stream) -> antiphon_executor::Result<()> {
         let device = Device::Cuda(self.rank.context.device().ordinal());
         let skipped = (call.offset * size_of::<T>()) as u64;
         let at = |memory: &DeviceMemory| (memory.pointer().0 + skipped) as usize as *mut u8;
@@ -211,7 +216,7 @@ impl<'a> Both<'a> {
             let output = |count: usize| {
                 TensorViewMut::from_raw_parts(at(&call.output), T::DTYPE, &[count], None, device).unwrap()
             };
-            let (gpu, stream) = (&self.gpu, &self.rank.stream);
+            let gpu = &self.gpu;
             if self.in_place {
                 let buffer = output(given.max(got));
                 return match call.registered {

@@ -13,6 +13,8 @@ mod plans;
 mod refused;
 mod registered;
 mod slices;
+mod soak;
+mod ways;
 
 use antiphon_executor::{PacketKind, cuda::CudaOptions};
 use antiphon_language::library::{ALGORITHMS, Algorithm, Setting};
