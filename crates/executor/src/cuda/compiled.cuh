@@ -225,7 +225,7 @@ DEVICE bool load_packets(const step_of& l, u64 at, const u32 (&counts)[DEPTH], R
             seen.low = other;
             missing = l.item(PLAIN + min(absent, PACKETS - 1)).rank;
             return false;
-        });
+        }, [&] { look_around(l.a); }); // not at the tags alone: where ranks do not meet, a rank that is ahead has sent its next one
         if (!came) return false;
 #pragma unroll
         for (u32 n = 0; n < DEPTH; ++n)
