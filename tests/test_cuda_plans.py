@@ -51,6 +51,25 @@ PLANS: dict[str, Callable[[int, list[Any]], Any]] = {
 }
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_copy_engines_do_the_work_of_ports(world_size: int) -> None:
+    text = built("port-send-recv", world_size)
+
+    def body(comm: Comm) -> None:
+        gpu = comm.load_plan(text, device=comm.rank, ports="engines")
+        mine = values(comm, COUNT)
+        expected = comm.load_plan(text).execute(mine)
+        gpu.prepare("float32", mine.nbytes)
+        with arrays(comm, ROOM) as make:
+            x, out = make(mine), make(np.full_like(expected, -1))
+            for _ in range(3):
+                gpu.execute(x, out, stream=STREAM)
+            assert np.array_equal(out.read(), expected)
+        comm.check()
+
+    on_gpus(world_size, body)
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_has_the_bits_of_the_host(name: str, world_size: int) -> None:

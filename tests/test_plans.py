@@ -250,6 +250,8 @@ def test_the_options_of_a_plan_on_the_host() -> None:
             (ValueError, "most_scratch is for plans on GPUs", {"most_scratch": 1 << 20}),
             (ValueError, "unknown form \"fast\": known are auto, compiled, interpreted", {"form": "fast"}),
             (ValueError, "form is for plans on GPUs", {"form": "compiled"}),
+            (ValueError, "unknown ports \"dma\": known are blocks, engines", {"ports": "dma"}),
+            (ValueError, "ports is for plans on GPUs", {"ports": "engines"}),
             (ValueError, "-1 is negative", {"most_scratch": -1}),
             *((ValueError, "unknown device .*: pass \"cpu\"", {"device": name}) for name in ("gpu", "cuda:", "cuda:x", "cpu:1", -1, 1.5)),
         ]

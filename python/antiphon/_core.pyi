@@ -619,6 +619,7 @@ class Communicator:
         device: str | int | _Device | None = None,
         packets: Literal["ll8", "ll16"] = "ll16",
         form: Literal["auto", "compiled", "interpreted"] = "auto",
+        ports: Literal["blocks", "engines"] = "blocks",
         most_scratch: int | None = None,
     ) -> Plan:
         """Makes an execution plan ready: a ``CollectiveProgram`` of :mod:`antiphon.language`, the text of a plan (JSON), or
@@ -629,7 +630,8 @@ class Communicator:
         machine; a rank loads all of its plans on one GPU. ``packets`` are of 4 bytes of data in 8 or 8 in 16. ``most_scratch`` is for
         GPUs: the most bytes of scratch that the plan may take there (512 MiB). A message that needs more is done in parts. ``form`` is for GPUs too: ``"compiled"`` makes a kernel for the
         steps of the plan, which takes about a second the first time on a machine, and ``"interpreted"`` has one that serves all plans;
-        by default plans of up to 512 distinct operations are compiled. The results have the same bits.
+        by default plans of up to 512 distinct operations are compiled. The results have the same bits. ``ports`` says, on GPUs, what does the
+        work of the plan's port channels: the thread blocks, or with ``"engines"`` the copy engines, to which a thread of the host hands requests.
 
         The plan is proved first, for the memory of the host or of GPUs. Raises ``ValueError`` with the findings if the plan is
         wrong, is for another number of ranks, or has a text of more than 64 MiB; ``RuntimeError`` if ranks load different plans, and
@@ -725,6 +727,7 @@ class PlanCollection:
         dtypes: Sequence[DTypeName] | None = None,
         packets: Literal["ll8", "ll16"] = "ll16",
         form: Literal["auto", "compiled", "interpreted"] = "auto",
+        ports: Literal["blocks", "engines"] = "blocks",
         most_scratch: int | None = None,
     ) -> None:
         """Loads a plan, as :meth:`Communicator.load_plan`, for arrays of these dtypes, or of all. All ranks call it together. It raises

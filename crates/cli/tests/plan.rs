@@ -7,7 +7,10 @@ use std::{
     process::{Command, Output},
 };
 
-use antiphon_language::{Collective, DataSync, Options, Plan, Program, Protocol, ReduceOp, Result};
+use antiphon_language::{
+    Collective, DataSync, Options, Plan, Program, Protocol, ReduceOp, Result,
+    library::{Setting, find},
+};
 
 /// Each of two ranks reduces its chunk of both inputs into both outputs. The ranks meet at the end if `ends_well`.
 fn two_shot(ends_well: bool) -> Result<Plan> {
@@ -262,6 +265,21 @@ fn plans_run_between_gpus() {
     assert!(shared.trim_end().ends_with("right"), "{shared}");
 }
 
+/// Blocks and engines do the work of ports.
+#[test]
+fn ports_of_both_kinds_run_between_gpus() {
+    if antiphon_testing::gpus(2).is_none() {
+        return;
+    }
+    let plan = find("port-send-recv").unwrap().plan(&Setting::new(2)).unwrap();
+    let folder = Folder::with(&plan);
+    for options in ["--ports blocks", "--ports engines", "--ports engines --graph --form interpreted"] {
+        let ran =
+            folder.printed(&format!("run written.json --device cuda --iterations 2 --size 1K {options}"));
+        assert!(ran.trim_end().ends_with("right"), "{options}: {ran}");
+    }
+}
+
 #[test]
 fn collections_are_tuned_between_gpus() {
     if antiphon_testing::gpus(2).is_none() {
@@ -319,6 +337,7 @@ fn what_a_run_on_gpus_lacks_is_said() {
         ("run two_shot.json --registered", "--registered is for --device cuda"),
         ("run two_shot.json --ranks-per-gpu 2", "--ranks-per-gpu is for --device cuda"),
         ("run two_shot.json --form compiled", "--form is for --device cuda"),
+        ("run two_shot.json --ports engines", "--ports is for --device cuda"),
         ("run two_shot.json --device cuda --symmetric", "--symmetric is for --device host"),
         (
             "run written.json --device cuda --beside all-reduce",

@@ -349,6 +349,11 @@ template <class T> DEVICE void store_vec(T* to, const vec16<T>& v) { store16(to,
         T old; asm volatile("atom.acq_rel.gpu.global.add." type " %0, [%1], %2;"                                     \
                             : "=" c(old) : "l"(p), c(v) : "memory"); return old;                                     \
     }                                                                                                                \
+    /* CUDA's atomicAdd, which asks where the memory is unless the compiler knows. */                                \
+    DEVICE T atom_add_relaxed_gpu(T* p, T v) {                                                                       \
+        T old; asm volatile("atom.relaxed.gpu.global.add." type " %0, [%1], %2;"                                     \
+                            : "=" c(old) : "l"(p), c(v) : "memory"); return old;                                     \
+    }                                                                                                                \
     DEVICE T ld_acquire_gpu(const T* p) {                                                                            \
         T v; asm volatile("ld.acquire.gpu.global." type " %0, [%1];" : "=" c(v) : "l"(p) : "memory"); return v;      \
     }

@@ -146,6 +146,11 @@ pub(crate) fn region_of(address: u64) -> Option<Region> {
     (address < base + region.len as u64).then(|| region.clone())
 }
 
+/// Whether an address is one of the host's memory.
+pub(crate) fn is_of_host(address: u64) -> bool {
+    region_of(address).is_some_and(|region| region.kind == Kind::Host)
+}
+
 /// Addresses without memory on either side of a range: more than a slot of any tenant, so that a kernel that computes the place of a slot
 /// wrongly ends the process, as a GPU would report an illegal address.
 const GUARD: usize = 256 << 20;

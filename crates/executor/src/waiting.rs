@@ -42,6 +42,13 @@ pub enum Waiting {
         /// How many should.
         expected: u32,
     },
+    /// A copy engine of the rank's own GPU.
+    Engine {
+        /// How many requests should be done, since the plan was loaded.
+        expected: u64,
+        /// How many are.
+        seen: u64,
+    },
 }
 
 impl Waiting {
@@ -70,6 +77,9 @@ impl fmt::Display for Waiting {
             Waiting::Semaphore { semaphore } => write!(f, "waits for semaphore {semaphore}, which is 0"),
             Waiting::Barrier { arrived, expected } => {
                 write!(f, "waits at a barrier for {expected} thread blocks, of which {arrived} have come")
+            }
+            Waiting::Engine { expected, seen } => {
+                write!(f, "waits for request {expected} to its copy engine, of which {seen} are done")
             }
         }
     }

@@ -1,5 +1,5 @@
 //! A model of the decision whether ranks meet in a launch, and of the tags by which they do (`begin_launch` in `steps.cuh`, `advance` in
-//! fabric's `slots.cuh`): all orders of what 2 and 3 ranks do, and many of 4 and 8.
+//! fabric's `slots.cuh`): all orders of what 2 and 3 ranks do, and many of 4 and 8. A tag and the number beside it arrive one after the other.
 //!
 //! Between launches that meet, ranks may be apart by any number of launches: the model lets them end whenever they like, as if they waited
 //! for nothing. That is more than any plan allows.
@@ -24,14 +24,28 @@ const OTHER_A: Size = size(2, 0, true);
 const B: Size = size(3, 1, true);
 const SINGLE: Size = size(4, 2, false);
 
-/// What is told by a tag, and beside it: the size, and the number of the call.
-type Tag = (u8, usize);
+/// What is told by a tag, and beside it: the size, and the number of the call; each as soon as it has come.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+struct Tag {
+    size: Option<u8>,
+    call: Option<usize>,
+}
+
+impl Tag {
+    fn new(size: u8, call: usize) -> Self {
+        Self { size: Some(size), call: Some(call) }
+    }
+
+    fn is_there(self) -> bool {
+        self.size.is_some() && self.call.is_some()
+    }
+}
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Doing {
     /// Before a call.
     Nothing,
-    /// Sends its tag to the peer of this number, the next rank being 0.
+    /// Sends its tag and its number, in either order: the parts of this number, two to each peer, the next rank being 0.
     Sends(usize),
     /// Waits for the tags.
     Meets,
@@ -51,7 +65,7 @@ struct Rank {
     flags: [u8; 3],
     meets: bool,
     /// For each slot, the tags of all ranks.
-    tags: [Vec<Option<Tag>>; SLOTS],
+    tags: [Vec<Tag>; SLOTS],
 }
 
 /// What is changed about the protocol, to see that the model notices.
@@ -64,6 +78,8 @@ enum Change {
     SameForAllSizes,
     /// A launch behind flags that begin anew does not meet.
     IgnoresFlags,
+    /// A tag counts before its number has come.
+    IgnoresNumbers,
 }
 
 /// The calls of each rank, and whether launches that do not meet wait for the other ranks to be in the same call.
@@ -89,7 +105,7 @@ impl Model<'_> {
             last: 0,
             flags: [self.first_flag; 3],
             meets: false,
-            tags: [const { Vec::new() }; SLOTS].map(|_: Vec<Option<Tag>>| vec![None; ranks]),
+            tags: [const { Vec::new() }; SLOTS].map(|_: Vec<Tag>| vec![Tag::default(); ranks]),
         };
         vec![rank; ranks]
     }
@@ -122,29 +138,38 @@ impl Model<'_> {
                 } else {
                     own.doing = Doing::Runs;
                     if self.change == Change::AlwaysTakesSlot {
-                        own.tags[(own.slot + SLOTS - 1) % SLOTS].fill(None);
+                        own.tags[(own.slot + SLOTS - 1) % SLOTS].fill(Tag::default());
                         own.slot = (own.slot + 1) % SLOTS;
                     }
                 }
             }
-            Doing::Sends(peer) if peer + 1 < ranks => {
-                let (tag, slot) = ((self.size(state, rank).number, own.call), own.slot);
-                own.doing = Doing::Sends(peer + 1);
-                next[(rank + 1 + peer) % ranks].tags[slot][rank] = Some(tag);
+            Doing::Sends(part) if part / 2 + 1 < ranks => {
+                let (tag, slot) = (Tag::new(self.size(state, rank).number, own.call), own.slot);
+                own.doing = Doing::Sends(part + 1);
+                let theirs = &mut next[(rank + 1 + part / 2) % ranks].tags[slot][rank];
+                // Some peers get the tag first, and some the number.
+                match (part + rank + part / 2).is_multiple_of(2) {
+                    true => theirs.size = tag.size,
+                    false => theirs.call = tag.call,
+                }
             }
             // Empties the slot of the meeting before, and leaves its own to the next one.
             Doing::Sends(_) => {
-                own.tags[(own.slot + SLOTS - 1) % SLOTS].fill(None);
+                own.tags[(own.slot + SLOTS - 1) % SLOTS].fill(Tag::default());
                 own.slot = (own.slot + 1) % SLOTS;
                 own.doing = Doing::Meets;
             }
             Doing::Meets => {
                 let slot = (own.slot + SLOTS - 1) % SLOTS;
-                let tag = Some((self.size(state, rank).number, own.call));
+                let tag = Tag::new(self.size(state, rank).number, own.call);
                 let others = (0..ranks).filter(|&peer| peer != rank).map(|peer| own.tags[slot][peer]);
-                own.doing = match others.clone().any(|theirs| theirs.is_some() && theirs != tag) {
+                let has_come = |theirs: &Tag| match self.change {
+                    Change::IgnoresNumbers => theirs.size.is_some(),
+                    _ => theirs.is_there(),
+                };
+                own.doing = match others.clone().any(|theirs| has_come(&theirs) && theirs != tag) {
                     true => Doing::Disagreed,
-                    false if others.clone().any(|theirs| theirs.is_none()) => return None,
+                    false if others.clone().any(|theirs| !has_come(&theirs)) => return None,
                     false => Doing::Runs,
                 };
             }
@@ -154,11 +179,11 @@ impl Model<'_> {
                 }
                 // A rank that meets in this call, or an earlier one, waits for this rank's tag.
                 let slot = own.slot;
-                let left = |theirs: &Option<Tag>| theirs.is_some_and(|(_, call)| call <= own.call);
+                let left = |theirs: &Tag| theirs.is_there() && theirs.call <= Some(own.call);
                 let peer = (0..ranks).find(|&peer| peer != rank && left(&own.tags[slot][peer]))?;
-                let tag = (self.size(state, rank).number, own.call);
+                let tag = Tag::new(self.size(state, rank).number, own.call);
                 own.doing = Doing::Disagreed;
-                next[peer].tags[slot][rank] = Some(tag);
+                next[peer].tags[slot][rank] = tag;
             }
             Doing::Runs => (own.call, own.doing) = (own.call + 1, Doing::Nothing),
         }
@@ -304,7 +329,8 @@ fn ranks_that_agree_come_to_an_end_and_meet_where_they_must() {
 
 #[test]
 fn the_model_notices_changes() {
-    for change in [Change::AlwaysTakesSlot, Change::SameForAllSizes, Change::IgnoresFlags] {
+    use Change::{AlwaysTakesSlot, IgnoresFlags, IgnoresNumbers, SameForAllSizes};
+    for change in [AlwaysTakesSlot, SameForAllSizes, IgnoresFlags, IgnoresNumbers] {
         assert!(agreeing(2, change).is_err() && agreeing(4, change).is_err(), "change {}", change as u8);
     }
 }

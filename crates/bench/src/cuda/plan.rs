@@ -13,7 +13,7 @@ use antiphon::{
     },
     executor::{
         PacketKind,
-        cuda::{CudaOptions, CudaPlan, Form},
+        cuda::{CudaOptions, CudaPlan, Form, Ports},
     },
     plan::{Plan, verify::VerifiedPlan},
     tensor::{DType, Element, with_dtype},
@@ -43,6 +43,8 @@ pub struct OnGpus {
     pub packets: PacketKind,
     /// The form of the plan's kernel.
     pub form: Form,
+    /// What does the work of ports.
+    pub ports: Ports,
     /// How many ranks share a GPU: ranks `n * ranks_per_gpu` and behind are on GPU `n`.
     pub ranks_per_gpu: usize,
     /// Calls in each of the 11 batches.
@@ -87,7 +89,8 @@ pub fn run(
         false => builder.staging_bytes(CudaBuilder::LEAST_STAGING_BYTES), // it only lines the GPUs up
     };
     let ours = &builder.build()?;
-    let options = CudaOptions { packets: how.packets, form: how.form, ..CudaOptions::default() };
+    let OnGpus { packets, form, ports, .. } = how;
+    let options = CudaOptions { packets, form, ports, ..CudaOptions::default() };
     let mut loaded = CudaPlan::load(comm, context, plan, options)?;
     let clock = &Clock::new(comm, ours, stream)?;
     for &bytes in sizes {

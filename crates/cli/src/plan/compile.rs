@@ -18,7 +18,7 @@ use antiphon_plan::{
 
 use super::{
     Result, prove,
-    run::{Form, Packets, kind},
+    run::{Form, Packets, Ports, kind},
 };
 use crate::{ExitStatus, SUCCESS};
 
@@ -59,6 +59,10 @@ pub struct Args {
     #[arg(long, value_enum, default_value = "auto")]
     form: Form,
 
+    /// What does the work of ports
+    #[arg(long, value_enum, default_value = "blocks")]
+    ports: Ports,
+
     /// Print the sources of the kernels and compile nothing
     #[arg(long)]
     source: bool,
@@ -73,8 +77,8 @@ fn architecture(text: &str) -> std::result::Result<Architecture, String> {
 /// Runs the command.
 pub fn execute(args: Args) -> Result<ExitStatus> {
     let plan = prove(&super::read(&args.file)?, Memory::Device)?;
-    let (packets, form) = (kind(args.packets), args.form.into());
-    let options = CudaOptions { packets, form, ..CudaOptions::default() };
+    let (packets, form, ports) = (kind(args.packets), args.form.into(), args.ports.into());
+    let options = CudaOptions { packets, form, ports, ..CudaOptions::default() };
     let kernels = kernels(&plan, &args, options)?;
     if args.source {
         for (kernel, ranks) in &kernels {

@@ -66,6 +66,10 @@ pub struct Args {
     #[arg(long, value_enum)]
     form: Option<Form>,
 
+    /// On GPUs: what does the work of ports
+    #[arg(long, value_enum)]
+    ports: Option<Ports>,
+
     /// Keep the tensors in symmetric memory, on the host
     #[arg(long)]
     symmetric: bool,
@@ -133,6 +137,23 @@ impl From<Form> for cuda::Form {
     }
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Ports {
+    /// The thread blocks, by stores
+    Blocks,
+    /// The copy engines, to which a thread of the host hands the blocks' requests
+    Engines,
+}
+
+impl From<Ports> for cuda::Ports {
+    fn from(ports: Ports) -> Self {
+        match ports {
+            Ports::Blocks => Self::Blocks,
+            Ports::Engines => Self::Engines,
+        }
+    }
+}
+
 pub(super) fn kind(packets: Packets) -> PacketKind {
     match packets {
         Packets::Ll8 => PacketKind::LL8,
@@ -160,6 +181,7 @@ fn start(args: &Args, plan: &Plan) -> Result<ExitStatus> {
             let of_gpus = [
                 (args.ranks_per_gpu.is_some(), "--ranks-per-gpu"),
                 (args.form.is_some(), "--form"),
+                (args.ports.is_some(), "--ports"),
                 (args.graph, "--graph"),
                 (args.registered, "--registered"),
                 (args.beside.is_some(), "--beside"),
@@ -247,6 +269,7 @@ fn work_on_gpu(args: &Args, plan: &Plan) -> Result<ExitStatus> {
         dtype: args.dtype,
         packets: kind(args.packets),
         form: args.form.map_or(cuda::Form::default(), Into::into),
+        ports: args.ports.map_or(cuda::Ports::default(), Into::into),
         ranks_per_gpu: ranks_per_gpu(args),
         iterations: args.iterations,
         graph: args.graph,

@@ -42,6 +42,8 @@ pub struct DeviceProperties {
     pub cooperative_launch: bool,
     /// Whether blocks can be grouped into clusters.
     pub cluster_launch: bool,
+    /// Whether streams can write words of 64 bits ([`memory::write_word`](super::memory::write_word)).
+    pub stream_writes: bool,
     /// Whether memory can be created and mapped separately ([`Allocation`](super::Allocation)).
     pub virtual_memory: bool,
     /// Whether such memory can be handed over as a file descriptor.
@@ -132,6 +134,10 @@ impl Device {
                 as u32,
             cooperative_launch: flag(CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH)?,
             cluster_launch: flag(CU_DEVICE_ATTRIBUTE_CLUSTER_LAUNCH)?,
+            stream_writes: flag_since(
+                CudaVersion::new(12, 0),
+                CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS,
+            )?,
             virtual_memory: flag(CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED)?,
             posix_fd_handles: flag(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)?,
             fabric_handles: flag_since(

@@ -258,6 +258,20 @@ pub unsafe fn copy(
     unsafe { call!(cuMemcpyDtoDAsync_v2(to.0, from.0, len, stream.raw())) }
 }
 
+/// Writes a word of 64 bits in the stream's order: all that the stream did before is visible, in the whole system, to whoever sees the word.
+///
+/// # Errors
+/// [`CudaError::Call`], also where streams cannot write memory ([`DeviceProperties::stream_writes`](super::DeviceProperties::stream_writes)).
+///
+/// # Safety
+/// The word is valid until it is written, and lies at a multiple of 8 bytes. Other code reads it by strong loads alone.
+pub unsafe fn write_word(stream: StreamRef<'_>, to: DevicePointer, value: u64) -> Result<(), CudaError> {
+    const WITH_A_FENCE: u32 = 0; // CU_STREAM_WRITE_VALUE_DEFAULT
+    let _current = stream.context().current()?;
+    // SAFETY: passed on to the caller.
+    unsafe { call!(cuStreamWriteValue64_v2(stream.raw(), to.0, value, WITH_A_FENCE)) }
+}
+
 /// Sets `len` bytes to `value` in the stream's order.
 ///
 /// # Errors

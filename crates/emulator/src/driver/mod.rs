@@ -126,7 +126,7 @@ functions! {
             97 => SHARED_BYTES_PER_BLOCK as c_int,
             39 => THREADS_PER_MULTIPROCESSOR as c_int,
             120 => (capability()[0] >= 9).into(), // clusters
-            95 | 102 | 103 => 1, // cooperative launches, virtual memory, file descriptors
+            95 | 102 | 103 | 122 => 1, // cooperative launches, virtual memory, file descriptors, words that streams write
             _ => 0,
         }))
     }

@@ -4,7 +4,10 @@
 use std::{
     ffi::{c_int, c_uint, c_void},
     ptr,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use super::{answer, code, current, device_count};
@@ -139,6 +142,11 @@ functions! {
     }
     fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, len: usize, stream: *const Stream) {
         submit(stream, move || copy(to, from, len))
+    }
+    fn cuStreamWriteValue64_v2(stream: *const Stream, to: u64, value: u64, _flags: c_uint) {
+        submit(stream, move || {
+            order::write_word(to, || AtomicU64::from_ptr(to as *mut u64).store(value, Ordering::Release));
+        })
     }
     fn cuMemsetD8Async(to: u64, value: u8, len: usize, stream: *const Stream) {
         submit(stream, move || {

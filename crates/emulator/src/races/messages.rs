@@ -4,10 +4,12 @@ use std::sync::Arc;
 
 use super::{
     access::{ACQUIRE, Access, READ, RELEASE, STRONG, WRITE, scope_of},
-    grids::{Place, Scope},
+    grids::{Place, SYSTEM, Scope},
+    order,
     shadow::{GRANULE, Locked, WORD},
     threads::{Block, Knowledge, Message},
 };
+use crate::memory;
 
 impl Block {
     /// Acquires what the words carry, and lets them carry what this access releases.
@@ -37,6 +39,12 @@ impl Block {
         let mut carried: Vec<(u8, Message)> = Vec::new();
         if access.is(STRONG) {
             let released = access.is(RELEASE).then(|| Arc::new(self.release()));
+            if let Some(released) = &released
+                && scope_of(access.what) == SYSTEM
+                && memory::is_of_host(at as u64)
+            {
+                order::released_to_host(released);
+            }
             carried
                 .extend(self.releases(scope_of(access.what), released, place).map(|message| (mask, message)));
         }

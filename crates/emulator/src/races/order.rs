@@ -9,11 +9,11 @@ use std::{
 };
 
 use super::{
-    access::{Access, CROWD, Missing, READ, Race, WRITE},
-    grids::Grid,
+    access::{Access, CROWD, Missing, READ, RELEASE, Race, STRONG, WRITE},
+    grids::{Grid, SYSTEM},
     is_checking, report,
     shadow::{Cell, GRANULE, Locked, Record, WORD, page},
-    threads::Knowledge,
+    threads::{Knowledge, Message},
 };
 use crate::lock;
 
@@ -128,6 +128,45 @@ pub(crate) fn copied(device: usize, to: u64, from: Option<u64>, bytes: usize) {
         order.known.all.end(grid.range);
         order.beside = None;
     });
+}
+
+/// A stream writes a word, by `write`: whoever acquires it knows what the stream knew.
+pub(crate) fn write_word(to: u64, write: impl FnOnce()) {
+    if !is_checking() {
+        return write();
+    }
+    let grid: Arc<Grid> = Grid::new(None, 0, 1, [[1; 3]; 2]);
+    let what = WRITE | STRONG | RELEASE | (SYSTEM as u32) << 16;
+    let access = Access { id: grid.range.start, time: 1, pc: 0, what };
+    let mut knowledge = get().known;
+    knowledge.all.end(grid.range);
+    let mut locked = page(to as usize).map(|page| Locked::new(page, to as usize));
+    write();
+    if let Some(locked) = &mut locked {
+        let first = to as usize % GRANULE / WORD;
+        for cell in &mut locked.cells()[first..first + 2] {
+            *cell = Cell { writer: access.record(0xF, true), ..Cell::default() };
+        }
+        let mask = 0b11 << first;
+        let message =
+            Message { scope: SYSTEM, from: grid.place(access.id), knowledge: Arc::new(knowledge.clone()) };
+        let (messages, key) = locked.messages();
+        let carried = messages.entry(key).or_default();
+        carried.iter_mut().for_each(|(of, _)| *of &= !mask);
+        carried.retain(|(of, _)| *of != 0);
+        carried.push((mask, message));
+    }
+    drop(locked);
+    ORDER.with_borrow_mut(|order| {
+        let order = order.get_or_insert_default();
+        order.known = knowledge;
+        order.beside = None;
+    });
+}
+
+/// A kernel has released this to the host's memory. The host is taken to look there before whatever it submits next.
+pub(crate) fn released_to_host(knowledge: &Knowledge) {
+    lock(&HOST).get_or_insert_default().join(knowledge);
 }
 
 /// A copy of a stream reads and writes whole ranges, with nobody but its stream's order before it.

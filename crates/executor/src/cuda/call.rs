@@ -149,6 +149,9 @@ impl CudaPlan {
             outcome.or_else(|error| tenant.fail(error.into())).map_err(explain)
         };
         copy_all(&prepared.loads)?;
+        if let Some(engines) = &self.memory.engines {
+            engines.wake();
+        }
         for number in 0..prepared.slicing.launches() {
             let bases = bases.behind(number * prepared.slicing.slice);
             let family = &prepared.part(number).family;
@@ -176,6 +179,10 @@ impl CudaPlan {
 
     /// The error of a kernel of this plan that gave up, with the operation.
     fn explain(&self, tenant: &Tenant, error: FabricError) -> ExecutorError {
+        let failed = self.memory.engines.as_ref().and_then(|engines| engines.failed());
+        if let Some(failed) = failed {
+            return FabricError::from(failed.clone()).into();
+        }
         let report = tenant.report().filter(|report| {
             let waited = matches!(report.reason, GaveUp::Deadline | GaveUp::Aborted) && report.seen[1] > 0;
             waited && !matches!(error, FabricError::Failed { .. })

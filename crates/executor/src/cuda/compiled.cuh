@@ -1,8 +1,8 @@
 // What the cases of a compiled kernel call, each with what is known of its steps: the kind, the operator, the numbers of sources and
 // destinations. Behind steps.cuh, and ahead of the cases, which end with `run`. The page of the Rust module compiled.rs says more.
 
-// A block's part of the table; its warps have copied it into shared memory if it fits there (IS_COPIED), with addresses that
-// hold for the launch. A warp that has given up does nothing until the block's threads meet, and then the block ends.
+// A block's part of the table; its warps have copied it into shared memory if it fits there (IS_COPIED). A warp that has given up does
+// nothing until the block's threads meet, and then the block ends.
 struct block_steps {
     const arguments& a;
     const plan_call& p;
@@ -12,13 +12,31 @@ struct block_steps {
     bool has_failed;
 };
 
-struct table_copy {
-    plan_step steps[IS_COPIED ? MOST_STEPS : 1];
-    plan_item items[IS_COPIED ? MOST_ITEMS : 1];
+// The part of a block that is copied, as it lies in the table: in one piece, so that nothing is loaded to find the rest. Rust's `Table` has the
+// same layout.
+struct alignas(16) block_table {
+    plan_block block;
+    plan_step steps[MOST_STEPS];
+    plan_item items[MOST_ITEMS];
 };
-DEVICE table_copy& copied() {
-    __shared__ table_copy copy;
+DEVICE block_table& copied() {
+    __shared__ block_table copy;
     return copy;
+}
+
+// Copies the part of a block, with addresses that hold for the launch: all warps but the first, which sends the tags meanwhile.
+[[maybe_unused]] DEVICE void copy_table(const plan_call& p, u32 number) {
+    constexpr u32 VECTORS = sizeof(block_table) / 16, ITEMS_AT = VECTORS - MOST_ITEMS;
+    const uint4* from = (const uint4*)((const block_table*)p.blocks + number);
+    if (thread() < 32) return;
+    for (u32 i = thread() - 32; i < VECTORS; i += THREADS - 32) {
+        uint4 v = from[i];
+        if (i >= ITEMS_AT) {
+            const u64 at = (v.x | (u64)v.y << 32) + p.bases[v.z];
+            v.x = (u32)at, v.y = (u32)(at >> 32);
+        }
+        ((uint4*)&copied())[i] = v;
+    }
 }
 
 // A step of a block.
@@ -57,15 +75,28 @@ struct step_of {
 [[maybe_unused]] DEVICE void add(const block_steps& b, const step_of& l, u32 kind, bool relaxed, u32 counts) {
     if (!b.has_failed) add(l, kind, relaxed, counts);
 }
-[[maybe_unused]] DEVICE void take(block_steps& b, const step_of& l, u32 kind, u32 counts) {
+// A step that has to wait until it comes again: step(round, w) is false then.
+template <class Step> DEVICE void in_rounds(block_steps& b, const step_of& l, Step step) {
     u32 round = 0;
     awaited w;
-    while (!b.has_failed && !take(l, kind, counts, round, w)) b.has_failed = !wait(l, w);
+    while (!b.has_failed && !step(round, w)) b.has_failed = !wait(l, w);
+}
+[[maybe_unused]] DEVICE void take(block_steps& b, const step_of& l, u32 kind, u32 counts) {
+    in_rounds(b, l, [&](u32& round, awaited& w) { return take(l, kind, counts, round, w); });
 }
 [[maybe_unused]] DEVICE void arrive(block_steps& b, const step_of& l) {
     u32 round = 0;
     awaited w;
     if (!b.has_failed && !arrive(l, round, w)) b.has_failed = !wait(l, w);
+}
+[[maybe_unused]] DEVICE void copy(block_steps& b, const step_of& l, work_range part) {
+    in_rounds(b, l, [&](u32& round, awaited& w) { return post_copy(l, part, round, w); });
+}
+[[maybe_unused]] DEVICE void raise(block_steps& b, const step_of& l, u32 counts) {
+    in_rounds(b, l, [&](u32& round, awaited& w) { return post_signals(l, counts, round, w); });
+}
+[[maybe_unused]] DEVICE void flush(block_steps& b, const step_of& l) {
+    in_rounds(b, l, [&](u32& round, awaited& w) { return flush(l, round, w); });
 }
 
 // ------------------------------------------------------------------------------------------------- steps that move data
@@ -194,7 +225,7 @@ DEVICE bool load_packets(const step_of& l, u64 at, const u32 (&counts)[DEPTH], R
             seen.low = other;
             missing = l.item(PLAIN + min(absent, PACKETS - 1)).rank;
             return false;
-        });
+        }, [&] { look_around(l.a); }); // not at the tags alone: where ranks do not meet, a rank that is ahead has sent its next one
         if (!came) return false;
 #pragma unroll
         for (u32 n = 0; n < DEPTH; ++n)
@@ -263,24 +294,18 @@ DEVICE bool run(block_steps& b, u32 shape);
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 execute(const __grid_constant__ arguments a, const __grid_constant__ plan_call p) {
+    // The launch before writes nothing of the table, but the flag that tells which half of the scratch is next.
+    if constexpr (IS_COPIED)
+        if (p.halves == 1) copy_table(p, blockIdx.x);
     pdl_wait();
     const block_end end(a);
-    const plan_block& block = p.blocks[number_of_block(p, next_flag(p))];
-    if (IS_COPIED && thread() >= 32) { // while the first warp sends the tags
-        const plan_step* steps = p.steps + block.first_step;
-        const plan_item* items = p.items + block.first_item;
-        for (u32 i = thread() - 32; i < block.steps * 4; i += THREADS - 32) ((uint4*)copied().steps)[i] = ((const uint4*)steps)[i];
-        for (u32 i = thread() - 32; i < block.items; i += THREADS - 32) {
-            plan_item item = items[i];
-            item.at = address_of(p, item);
-            copied().items[i] = item;
-        }
-    }
+    if constexpr (IS_COPIED)
+        if (p.halves != 1) copy_table(p, number_of_block(p, next_flag(p)));
     if (!begin_launch(a, p)) return;
+    const plan_block& block = IS_COPIED ? copied().block : p.blocks[number_of_block(p, of_launch().flag)];
     const plan_step* steps = IS_COPIED ? copied().steps : p.steps + block.first_step;
     const plan_item* items = IS_COPIED ? copied().items : p.items + block.first_item;
     block_steps b{a, p, steps, items, block, false};
-    __syncthreads();
     if (!run(b, block.shape) || !clears(of_launch().flag)) return;
     // The last steps: IF_CLEARING, MEET, ARRIVE, MEET, CLEAR, END.
     if (!meet(b)) return;

@@ -150,14 +150,19 @@ impl Shapes {
         is_compiled.then(|| self.text().into())
     }
 
-    fn text(&self) -> String {
+    /// The steps and items for which a block has room in its shared memory, and in its part of the table, if its part is copied there.
+    pub(super) fn copied(&self) -> Option<[usize; 2]> {
         let [steps, items] = self.most;
-        let is_copied = steps * Listed::BYTES + items * Listed::ITEM_BYTES <= MOST_COPIED;
+        let fits = steps * Listed::BYTES + items * Listed::ITEM_BYTES <= MOST_COPIED;
+        fits.then_some([steps, items.max(1)])
+    }
+
+    fn text(&self) -> String {
+        let is_copied = self.copied().is_some();
         // What is not copied does not make another kernel.
-        let [steps, items] = if is_copied { [steps, items] } else { [1, 1] };
+        let [steps, items] = self.copied().unwrap_or([1, 1]);
         let mut text = format!(
-            "constexpr bool IS_COPIED = {is_copied};\nconstexpr u32 MOST_STEPS = {steps}, MOST_ITEMS = {};\n\n",
-            items.max(1)
+            "constexpr bool IS_COPIED = {is_copied};\nconstexpr u32 MOST_STEPS = {steps}, MOST_ITEMS = {items};\n\n"
         );
         text += include_str!("compiled.cuh");
         for (id, shape) in self.shapes.iter().enumerate() {
@@ -272,6 +277,14 @@ impl Writer<'_> {
         }
     }
 
+    /// The bytes of a step.
+    fn part(&self, at: &str, by_turn: bool) -> String {
+        match self.inside.turns.filter(|_| by_turn) {
+            Some(head) => format!("part_of({at}, turn, b.steps[{head}].share[1])"),
+            None => format!("part_of({at})"),
+        }
+    }
+
     fn operation(&mut self, operation: &Operation) {
         let Operation { kind, detail, by_turn, counts: [a, b, c, d] } = *operation;
         let (mut step, mut item) = (self.step.to_string(), self.item.to_string());
@@ -287,13 +300,13 @@ impl Writer<'_> {
             }
             Kind::Wait | Kind::Acquire => self.line(format_args!("    take(b, {at}, {}, {a});", kind.name())),
             Kind::Plain => {
-                let part = match self.inside.turns.filter(|_| by_turn) {
-                    Some(head) => format!("part_of({at}, turn, b.steps[{head}].share[1])"),
-                    None => format!("part_of({at})"),
-                };
+                let part = self.part(&at, by_turn);
                 let operator = operator_name(detail);
                 self.line(format_args!("    plain<{operator}, {a}, {c}>(b, {at}, {part});"));
             }
+            Kind::Copy => self.line(format_args!("    copy(b, {at}, {});", self.part(&at, by_turn))),
+            Kind::Raise => self.line(format_args!("    raise(b, {at}, {a});")),
+            Kind::Flush => self.line(format_args!("    flush(b, {at});")),
             Kind::Packets => {
                 let operator = operator_name(detail);
                 self.line(format_args!("    packets<{operator}, {a}, {b}, {c}, {d}>(b, {at});"));
@@ -355,6 +368,9 @@ mod tests {
             Kind::Wait | Kind::Acquire => "take",
             Kind::Plain => "plain",
             Kind::Packets => "packets",
+            Kind::Copy => "copy",
+            Kind::Raise => "raise",
+            Kind::Flush => "flush",
             Kind::Meet | Kind::Loop | Kind::End | Kind::IfClearing | Kind::Clear => return None,
         })
     }

@@ -8,7 +8,7 @@ use antiphon_fabric::gpu::{Family, Source, kernels};
 use antiphon_plan::{REDUCE_OPS, ReduceOp};
 use antiphon_tensor::DType;
 
-use super::{bases::Bases, listing::Kind};
+use super::{bases::Bases, engines::REQUESTS, listing::Kind};
 use crate::PacketKind;
 
 kernels! {
@@ -32,6 +32,8 @@ pub(super) struct PlanCall {
     pub(super) halves: u64,
     pub(super) size: u64,
     pub(super) places: u64,
+    pub(super) requests: u64,
+    pub(super) requested: u64,
     pub(super) bases: Bases,
 }
 
@@ -85,9 +87,14 @@ impl PlanFamily {
         Self { element, packets, per_multiprocessor, compiled }
     }
 
+    /// Whether it is compiled for the steps of a plan.
+    pub(super) fn is_compiled(&self) -> bool {
+        self.compiled.is_some()
+    }
+
     /// The name of its form.
     pub(super) fn form(&self) -> &'static str {
-        if self.compiled.is_some() { "compiled" } else { "interpreted" }
+        if self.is_compiled() { "compiled" } else { "interpreted" }
     }
 }
 
@@ -116,6 +123,9 @@ impl Family for PlanFamily {
             DType::U8 => "u8",
             other => unreachable!("{other} was refused"),
         };
+        // The first warp signals first.
+        let claims = self.threads() - 1;
+        let program = program.define("CLAIMING_THREAD", claims).define("REQUESTS", REQUESTS);
         let program = program.define("ELEMENT", element).define("PAYLOAD", self.packets.payload());
         let program =
             Kind::ALL.iter().fold(program, |program, kind| program.define(kind.name(), *kind as u32));

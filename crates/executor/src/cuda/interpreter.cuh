@@ -120,6 +120,9 @@ DEVICE bool work(const launch& l, u32& round, awaited& w) {
     if (kind == STEP_ARRIVE) return arrive(l, round, w);
     if (kind == STEP_PLAIN) return do_plain(l, part_of_turn(l.p, s)), true;
     if (kind == STEP_PACKETS) return do_packets(l, round, w);
+    if (kind == STEP_COPY) return post_copy(l, part_of_turn(l.p, s), round, w);
+    if (kind == STEP_RAISE) return post_signals(l, s.counts[0], round, w);
+    if (kind == STEP_FLUSH) return flush(l, round, w);
     if (kind == STEP_CLEAR) return clear_packets(l.p), true;
     return add(l, kind, s.detail != 0, s.counts[0]), true;
 }
@@ -130,7 +133,6 @@ execute(const __grid_constant__ arguments a, const __grid_constant__ plan_call p
     const block_end end(a);
     if (!begin_launch(a, p)) return;
     set_loop(NO_LOOP, 0);
-    __syncthreads();
 
     // A warp that has given up does nothing until the block's threads meet, and then the block ends.
     bool has_failed = false;

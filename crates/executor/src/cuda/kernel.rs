@@ -114,6 +114,7 @@ impl PlanKernel {
             placements: &mode.placements,
             rank: rank.index(),
             packets: options.packets,
+            ports: options.ports,
             element: dtype.size(),
             extent: extent(plan, largest, dtype)?,
             sliced: false,

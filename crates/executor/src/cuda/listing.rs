@@ -3,7 +3,7 @@
 use antiphon_plan::ReduceOp;
 
 use super::family::operator;
-use crate::layout::{Frame, Operand, Program, Signal, Step, Work};
+use crate::layout::{Frame, Operand, Program, Request, Signal, Step, Work};
 
 /// Makes an enum of numbers that the kernel knows by the names given here.
 macro_rules! numbers {
@@ -42,6 +42,9 @@ numbers! {
         Loop = "STEP_LOOP",
         Plain = "STEP_PLAIN",
         Packets = "STEP_PACKETS",
+        Copy = "STEP_COPY",
+        Raise = "STEP_RAISE",
+        Flush = "STEP_FLUSH",
     }
 }
 
@@ -60,6 +63,12 @@ pub(super) enum Touched {
     Cleared,
     /// Bytes, in a step that begins at byte `start` of its operation.
     Bytes { operand: Operand, start: usize },
+}
+
+impl Touched {
+    fn signals(signal: &Signal) -> Self {
+        Self::Signals { rank: signal.rank, channel: signal.channel }
+    }
 }
 
 /// A step, as `plan_step` of ops.cuh describes it.
@@ -186,9 +195,7 @@ impl Writer {
             Step::Meet => self.plain(Kind::Meet, 0),
             Step::Barrier { barrier, of } => self.barrier(Touched::Barrier(*barrier), *of),
             Step::Signal { signals, relaxed } => {
-                let counter =
-                    |signal: &Signal| Touched::Signals { rank: signal.rank, channel: signal.channel };
-                self.counters(Kind::Signal, (*relaxed).into(), signals, counter)
+                self.counters(Kind::Signal, (*relaxed).into(), signals, Touched::signals)
             }
             Step::Wait(channels) => {
                 self.counters(Kind::Wait, 0, channels, |&channel| Touched::Awaited { channel })
@@ -196,13 +203,24 @@ impl Writer {
             Step::Acquire(ids) => self.counters(Kind::Acquire, 0, ids, |&id| Touched::Semaphore(id)),
             Step::Release(ids) => self.counters(Kind::Release, 0, ids, |&id| Touched::Semaphore(id)),
             Step::Loop { .. } => unreachable!("loops do not nest"),
-            Step::Data { frame, work } => self.data(frame, work),
+            Step::Data { frame, work } => {
+                let (op, operands) = operands(work);
+                let packets = !operands[1].is_empty() || !operands[3].is_empty();
+                let kind = if packets { Kind::Packets } else { Kind::Plain };
+                self.data(frame, kind, operator(op), operands)
+            }
+            Step::Engine(Request::Copy { frame, from, to }) => {
+                self.data(frame, Kind::Copy, 0, [vec![*from], vec![], vec![*to], vec![]])
+            }
+            Step::Engine(Request::Signal(signals)) => {
+                self.counters(Kind::Raise, 0, signals, Touched::signals)
+            }
+            Step::Engine(Request::Flush) => self.plain(Kind::Flush, 0),
         }
     }
 
-    fn data(&mut self, frame: &Frame, work: &Work) -> Option<()> {
-        let (op, operands) = operands(work);
-        let packets = !operands[1].is_empty() || !operands[3].is_empty();
+    fn data(&mut self, frame: &Frame, kind: Kind, operator: u32, operands: [Vec<Operand>; 4]) -> Option<()> {
+        let packets = kind == Kind::Packets;
         // Slices do not begin where those of the chunk before end, nor do packets that are padded: each chunk is a step.
         let is_cut = self.is_sliced || packets && !self.chunk.is_multiple_of(8);
         let most = if is_cut { self.chunk } else { usize::MAX };
@@ -212,10 +230,9 @@ impl Writer {
             let items = operands.each_ref().map(|list| {
                 list.iter().map(|&operand| Touched::Bytes { operand, start }).collect::<Vec<_>>()
             });
-            let kind = if packets { Kind::Packets } else { Kind::Plain };
             let share = [frame.share.start as u64, frame.share.end as u64];
             let span = [start as u64, end as u64];
-            let step = Listed { share, span, by_turn: frame.by_turn, ..Listed::new(kind, operator(op)) };
+            let step = Listed { share, span, by_turn: frame.by_turn, ..Listed::new(kind, operator) };
             self.push(step, items)?;
             start = end;
             if start >= frame.span.end {

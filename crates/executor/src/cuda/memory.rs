@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
-use antiphon_device::cuda::{Context, memory};
+use antiphon_device::cuda::{Context, DevicePointer, memory};
 use antiphon_fabric::{Communicator, CudaArena, FabricError, gpu::MAX_WORLD};
 use antiphon_plan::{Block, Mode, OpKind, Plan, Rank};
 
@@ -16,11 +16,12 @@ const CLEARED_AT: u64 = HEADER - COUNTER;
 /// Bytes from counter to counter, so that no two share a sector of the cache.
 const COUNTER: u64 = 32;
 
-/// The counters of channels, which peers write, and those of this rank's semaphores and barriers.
+/// The counters of channels, which peers write, and those of this rank's semaphores, barriers and requests to copy engines.
 pub(super) struct Counters {
     arena: CudaArena,
     channels: usize,
     semaphores: usize,
+    barriers: usize,
     /// The peer of each of this rank's channels.
     peers: Vec<usize>,
 }
@@ -32,10 +33,11 @@ impl Counters {
         let most = |count: &dyn Fn(usize) -> usize| (0..plan.gpus.len()).map(count).max().unwrap_or(0);
         let channels = most(&|rank| layout::channels(plan, rank).count());
         let semaphores = most(&|rank| plan.gpus[rank].semaphores.len());
-        let counters = channels + semaphores + most(&|rank| barriers(plan, rank));
+        let barriers = most(&|rank| barriers(plan, rank));
+        let counters = channels + semaphores + barriers + 1;
         let arena = CudaArena::new(comm, context, HEADER as usize + counters * COUNTER as usize, 0)?;
         let peers = layout::channels(plan, rank).map(|(.., peer)| peer.index()).collect();
-        let counters = Self { arena, channels, semaphores, peers };
+        let counters = Self { arena, channels, semaphores, barriers, peers };
         let begun = counters.begin(rank, plan).map_err(FabricError::from);
         comm.agree("cannot set its semaphores", begun)?;
         Ok(counters)
@@ -55,6 +57,11 @@ impl Counters {
 
     fn semaphore_at(&self, id: usize) -> u64 {
         HEADER + (self.channels + id) as u64 * COUNTER
+    }
+
+    /// The counter of a rank's requests to its copy engines: how many were made, and how many are done.
+    pub(super) fn requests(&self, rank: usize) -> DevicePointer {
+        self.arena.pointer(rank).offset(self.semaphore_at(self.semaphores + self.barriers))
     }
 
     /// The arena, whose header serves plans without packets.

@@ -50,12 +50,12 @@
 //! * *Before a launch* a rank owns its tensors: its stream writes the input, and reads what the launch before has left in the output.
 //!   Where ranks do not meet, it is proved that peers access them behind a signal of the rank's launch, which publishes what was ahead of
 //!   it. When ranks have met, the streams of all have come to the launch, so that is over. The meeting publishes it: what was done ahead of a
-//!   kernel in its stream is visible to the kernel, block 0 has a fence ahead of the tag, and peers have one behind their loads of it.
+//!   kernel in its stream is visible to the kernel, block 0 has a fence ahead of the number of its call, which peers acquire.
 //! * *Behind a launch* the rank owns them again, although peers may still be in theirs. That is proved: all accesses to a rank's input
 //!   and output happen before the rank has ended ([`verify`](antiphon_plan::verify#what-is-proved)), writes in the order of data
 //!   and reads in that of execution. A plan of which a rank may end earlier is rejected
 //!   ([`Kind::Late`](antiphon_plan::verify::Kind::Late)), so the kernel needs no meeting at its end. A rank has ended when its
-//!   blocks have, which do the work of its ports themselves, and that is what the end of its kernel says. A peer's write is
+//!   blocks have, which do the work of its ports themselves or wait for it, and that is what the end of its kernel says. A peer's write is
 //!   ahead of a release that a block of this rank has acquired, and so of the end of the kernel and of what follows in the stream. A
 //!   peer's read may be ahead of no more than a packet, which releases nothing; but every value that is loaded is stored by the same
 //!   thread in the same step, so the load is over before the threads meet and one of them sends that packet.
@@ -123,7 +123,9 @@
 //! be whole. So a packet publishes its own data, and nothing else.
 //!
 //! What a port does, its block does, in the port's order: the block's threads meet ahead of each of the port's operations, signals and
-//! flushes. A switch channel is loads from its members in rank order, and stores to all; no multicast object is made.
+//! flushes. Or [copy engines](Ports::Engines) do it: the block requests each copy and each signal behind such a meeting, in a FIFO
+//! of the host's memory, and waits for its requests where the plan flushes and ahead of its end (`engines.rs` has the order of all this, and why it comes to an end).
+//! What goes through a port as packets, its block stores in any case, as a copy may take a packet apart. A switch channel is loads from its members in rank order, and stores to all; no multicast object is made.
 //!
 //! ## Limits
 //!
@@ -136,6 +138,7 @@ mod bases;
 mod call;
 mod collection;
 mod compiled;
+mod engines;
 mod family;
 mod kernel;
 mod listing;
@@ -154,3 +157,5 @@ pub use collection::{AlgorithmCollection, Choice, Explained};
 pub use compiled::Form;
 pub use kernel::{KernelNeeds, PlanKernel};
 pub use plan::{CudaOptions, CudaPlan};
+
+pub use crate::layout::Ports;

@@ -31,7 +31,7 @@ struct alignas(16) plan_item {
     u32 rank; // the rank that sends these packets, or through this channel
 };
 
-// A step of a thread block. Rust's `RawStep` has the same layout.
+// A step of a thread block. Rust's `Table` has the same layout.
 struct alignas(16) plan_step {
     u32 kind;
     u32 detail;   // the operator; or whether a signal is relaxed, how many blocks meet, how many steps a loop has
@@ -49,10 +49,15 @@ struct alignas(16) plan_counter {
     u64 count, taken;
 };
 
-// Where the steps of a thread block are, and their items. Rust's `RawBlock` has the same layout.
+// Where the steps of a thread block are, and their items. Rust's `Table` has the same layout.
 struct alignas(16) plan_block {
     u32 first_step, first_item, steps, items;
     u32 shape; // which case of a compiled kernel does them
+};
+
+// A request to a copy engine, in the host's memory: engines.rs. It copies bytes, or if there are none raises the count at `to`.
+struct alignas(32) plan_request {
+    u64 number, from, to, bytes;
 };
 
 // What steps share. Rust's `PlanCall` has the same layout.
@@ -67,6 +72,8 @@ struct plan_call {
     u64 halves;             // of the scratch, which launches take in turn; the table has the blocks of each
     u64 size;               // the number of the plan's size among all of the communicator; 0 if ranks meet before each launch
     u64 places;             // of registered tensors: a digest
+    plan_request* requests; // the FIFO of requests to copy engines, if these do the work of ports
+    plan_counter* requested;       // how many of them are done, and how many were made
     u64 bases[3 + 3 * MAX_WORLD]; // where tensors begin in this launch: this rank's, all ranks' shared ones, and all ranks' staging
 };
 

@@ -18,13 +18,18 @@ use antiphon_tensor::{DType, Device};
 
 use super::{
     compiled::Form,
+    engines::Engines,
     family::PlanFamily,
     memory::{Counters, Workspace, Writers},
     prepared::{Key, Prepared},
     registered::{Registries, SharedRegistry},
     tenants::{PlanTenant, Tenants, lock},
 };
-use crate::{ExecutorError, PacketKind, error::Result, layout::Checked};
+use crate::{
+    ExecutorError, PacketKind,
+    error::Result,
+    layout::{Checked, Ports},
+};
 
 /// How a plan is executed on GPUs; the same on all ranks.
 #[derive(Debug, Clone, Copy)]
@@ -33,6 +38,8 @@ pub struct CudaOptions {
     pub packets: PacketKind,
     /// Whether a kernel is compiled for the plan's steps.
     pub form: Form,
+    /// What does the work of ports.
+    pub ports: Ports,
     /// The most bytes of scratch that the plan may take on a GPU, for plain data and packets together. A message that needs more is
     /// done in several launches.
     pub most_scratch: usize,
@@ -40,7 +47,12 @@ pub struct CudaOptions {
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        Self { packets: PacketKind::default(), form: Form::default(), most_scratch: 512 << 20 }
+        Self {
+            packets: PacketKind::default(),
+            form: Form::default(),
+            ports: Ports::default(),
+            most_scratch: 512 << 20,
+        }
     }
 }
 
@@ -67,6 +79,8 @@ pub struct CudaPlan {
 
 /// What kernels use.
 pub(super) struct Memory {
+    /// First, as its thread ends ahead of the memory that it uses.
+    pub(super) engines: Option<Engines>,
     pub(super) counters: Counters,
     pub(super) workspace: Workspace,
     pub(super) prepared: Vec<Prepared>,
@@ -115,11 +129,19 @@ impl CudaPlan {
             verify::Memory::Host => Err(ExecutorError::Proof { plan: name_of(&plan) }),
         };
         let checked = comm.agree("cannot load its plan", checked)?;
+        let checked = checked.with_ports(options.ports);
         checked.same_everywhere(comm, &plan)?;
         let tenant = Tenants::of(comm, context)?;
         let per_multiprocessor = per_multiprocessor(&plan, lock(&tenant).multiprocessors())?;
         let counters = Counters::new(comm, context, &plan)?;
-        let memory = Memory { counters, workspace: Workspace::default(), prepared: Vec::new() };
+        let engines = match options.ports {
+            Ports::Blocks => Ok(None),
+            Ports::Engines => {
+                Engines::start(context, counters.requests(comm.rank()), tenant.clone()).map(Some)
+            }
+        };
+        let engines = comm.agree("cannot have copy engines do the work of ports", engines)?;
+        let memory = Memory { engines, counters, workspace: Workspace::default(), prepared: Vec::new() };
         Ok(Self {
             name: name_of(&plan),
             digest: checked.short_digest(),
@@ -223,6 +245,14 @@ impl CudaPlan {
             unsafe { memory::fill_words(stream.borrow(), at, flag, blocks) }.map_err(FabricError::from)?;
         }
         Ok(stream.borrow().synchronize().map_err(FabricError::from)?)
+    }
+
+    /// Has requests to copy engines fail, for tests of that; nothing where blocks do the work of ports.
+    #[doc(hidden)]
+    pub fn fail_requests(&self) {
+        if let Some(engines) = &self.memory.engines {
+            engines.fail_requests();
+        }
     }
 
     pub(super) fn device(&self) -> Device {

@@ -110,6 +110,7 @@ impl CudaPlan {
             placements: &self.mode(key.in_place).placements,
             rank: self.rank,
             packets: self.options.packets,
+            ports: self.options.ports,
             element: key.dtype.size(),
             extent,
             sliced,
@@ -171,7 +172,8 @@ impl CudaPlan {
 
     /// Puts the table of some steps into device memory: what a launch passes of it, and its memory.
     fn load_table(&self, listed: &ListedPlan, places: &[Places<'_>]) -> Result<(PlanCall, DeviceMemory)> {
-        let table = Table::new(&listed.listing, &listed.shapes.of_blocks, places);
+        let copied = listed.shapes.copied().filter(|_| listed.family.is_compiled());
+        let table = Table::new(&listed.listing, &listed.shapes.of_blocks, copied, places);
         let memory = DeviceMemory::allocate(&self.context, table.bytes.len()).map_err(FabricError::from)?;
         let stream = self.context.stream().map_err(FabricError::from)?;
         memory.write(&stream, 0, &table.bytes).map_err(FabricError::from)?;
@@ -190,6 +192,8 @@ impl CudaPlan {
             halves,
             size: if self.meets { 0 } else { lock(&self.tenant).next_size() },
             places: 0,
+            requests: self.memory.engines.as_ref().map_or(0, |engines| engines.fifo().0),
+            requested: self.memory.counters.requests(self.rank).0,
             bases: Bases::none(),
         };
         Ok((call, memory))

@@ -34,6 +34,7 @@ pub(super) fn waiting(
             let before = expected.saturating_sub(u64::from(*of));
             Waiting::Barrier { arrived: seen.saturating_sub(before) as u32, expected: *of }
         }
+        Step::Engine(_) => Waiting::Engine { expected, seen },
         Step::Data { .. } => Waiting::Packet { expected: expected as u32, seen: seen as u32, byte: 0 },
         _ => return None,
     };
@@ -49,7 +50,7 @@ mod tests {
     use super::*;
     use crate::{
         PacketKind,
-        layout::{Placements, Target, compile},
+        layout::{Placements, Ports, Target, compile},
     };
 
     /// What a report of each step of a rank's first block is said to be.
@@ -63,6 +64,7 @@ mod tests {
             placements: &placements,
             rank: 1,
             packets: PacketKind::LL16,
+            ports: Ports::Blocks,
             element: 4,
             extent: Extent::new(&plan, bytes, bytes).unwrap(),
             sliced: false,

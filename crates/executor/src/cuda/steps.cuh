@@ -2,7 +2,8 @@
 //
 // A step `l` has the arguments `a` and `p`, the step's `step`, its items (`item`), their addresses (`place`) and its `number`.
 
-// Beside the tags of a slot: the number of each rank's call.
+// Beside the tags of a slot: the number of each rank's call, of which nothing says whether it comes ahead of the tag. It is EMPTY until it comes, and
+// emptied with the tag.
 DEVICE u32* call_of(u8* arena, u32 slot, u32 rank) { return (u32*)(arena + slot + TAGS_BYTES / 2) + rank; }
 
 // For a wait in a launch that meets nobody: whether a rank meets in the launch of this number, or an earlier one that did not meet here.
@@ -12,9 +13,8 @@ DEVICE void find_meeting(const arguments& a, u32 slot, u32 number) {
         const u32 rank = rank_of(a, peer);
         tag theirs;
         load_tag(a.own + slot + rank * 16, theirs.low, theirs.high);
-        fence_sys(); // pairs with the fence ahead of the peer's tag
-        const u32 ahead = ld_relaxed_sys(call_of(a.own, slot, rank)) - number;
-        if (theirs.low == ~0ull || (i32)(ahead << NUMBER_AT) > 0) continue;
+        const u32 call = ld_relaxed_sys(call_of(a.own, slot, rank));
+        if (theirs.low == ~0ull || call == EMPTY || (i32)((call - number) << NUMBER_AT) > 0) continue;
         stop_calls((control*)a.own, (control*)a.other);
         st_relaxed_sys(call_of(a.peer[peer], slot, a.rank), number);
         store_tag(a.peer[peer] + slot + a.rank * 16, a.doing.low, a.doing.high);
@@ -62,7 +62,10 @@ template <class Step> DEVICE bool take(const Step& l, u32 kind, u32 counts, u32&
     if (i < counts) {
         plan_counter* counter = (plan_counter*)l.item(i).at;
         w.what = kind == STEP_ACQUIRE ? until::COUNT_HERE : until::COUNT;
-        w.place = (u64)&counter->count, w.expected = atomicAdd(&counter->taken, 1ull) + 1, w.peer = l.item(i).rank;
+        w.place = (u64)&counter->count, w.peer = l.item(i).rank;
+        w.expected = atom_add_relaxed_gpu(&counter->taken, (u64)1) + 1;
+        u64 seen; // loaded while the number that was taken is on its way
+        if (w.has_come(seen)) w.what = until::NOW;
     }
     ++round;
     return false;
@@ -80,6 +83,50 @@ template <class Step> DEVICE bool arrive(const Step& l, u32& round, awaited& w) 
     return false;
 }
 
+// The number of the block's last request to a copy engine in this launch; 0 if there is none.
+DEVICE u64& last_request() {
+    __shared__ u64 of_block;
+    return of_block;
+}
+
+// Makes `count` requests, of which request(i) gives the i-th, without its number: the first thread does, behind what the threads of the block did
+// before they last met. In each round it writes the one of the round before, and takes the number of the next, which has to wait for room.
+template <class Step, class Request> DEVICE bool post(const Step& l, u32 count, Request request, u32& round, awaited& w) {
+    if (thread() >= 32) return true;
+    const plan_call& p = l.p;
+    if (round != 0 && thread() == 0) {
+        const u64 number = w.expected + REQUESTS;
+        const plan_request next = request(round - 1);
+        plan_request* slot = p.requests + (number - 1) % REQUESTS;
+        st_relaxed_sys(&slot->from, next.from);
+        st_relaxed_sys(&slot->to, next.to);
+        st_relaxed_sys(&slot->bytes, next.bytes);
+        st_release_sys(&slot->number, number); // pairs with the host's acquire load in Worker::next
+        last_request() = number;
+    }
+    if (round == count) return true;
+    w = awaited{until::NOW, l.a.rank, (u64)&p.requested->count, 0};
+    if (thread() == 0) w.what = until::COUNT, w.expected = atom_add_relaxed_gpu(&p.requested->taken, (u64)1) + 1 - REQUESTS;
+    ++round;
+    return false;
+}
+template <class Step> DEVICE bool post_copy(const Step& l, work_range part, u32& round, awaited& w) {
+    const auto request = [&](u32) { return plan_request{0, l.place(0) + part.begin, l.place(1) + part.begin, part.end - part.begin}; };
+    return post(l, part.begin < part.end ? 1 : 0, request, round, w);
+}
+template <class Step> DEVICE bool post_signals(const Step& l, u32 counts, u32& round, awaited& w) {
+    return post(l, counts, [&](u32 i) { return plan_request{0, 0, l.place(i), 0}; }, round, w);
+}
+
+// The first thread waits until the block's requests are done.
+template <class Step> DEVICE bool flush(const Step& l, u32& round, awaited& w) {
+    if (round != 0 || thread() >= 32) return true;
+    const bool waits = thread() == 0 && last_request() != 0;
+    w = awaited{waits ? until::COUNT : until::NOW, l.a.rank, (u64)&l.p.requested->count, waits ? last_request() : 0};
+    round = 1;
+    return false;
+}
+
 // Flags begin anew after 2^32 - 1 launches. Packets are cleared at the end of the last of them, when all blocks of this rank have
 // ended, and once more behind the first launch of the new round: until all ranks have met in that, packets of the round before that
 // nobody reads may arrive. No peer sends packets of the next launch before this rank has come to it.
@@ -92,15 +139,22 @@ DEVICE void clear_packets(const plan_call& p) {
 }
 
 // All ranks have come to this launch, so that their earlier ones are over and their inputs are in place. Each block waits for the tags
-// of all peers. False for a thread that gave up, or found that another rank is in another call.
+// and the numbers of all peers. False for a thread that gave up, or found that another rank is in another call.
 DEVICE bool meet_ranks(const arguments& a, const turn& t) {
     if (threadIdx.x >= PEERS) return true;
     const u32 rank = rank_of(a, threadIdx.x);
-    const bool agrees = reader(a, t).agrees(rank);
-    fence_sys(); // pairs with the fence ahead of the peer's tag
-    if (!agrees || ld_relaxed_sys(call_of(a.own, t.slot, rank)) == number_of(t)) return agrees;
+    tag theirs;
+    u32 call;
+    const bool came = reader(a, t).wait<false>([&](u32& missing) {
+        missing = rank;
+        load_tag(a.own + t.slot + rank * 16, theirs.low, theirs.high);
+        call = ld_acquire_sys(call_of(a.own, t.slot, rank)); // pairs with the fence ahead of the peer's number
+        return theirs.low != ~0ull && call != EMPTY;
+    });
+    if (!came) return false;
+    if (theirs.low == a.doing.low && theirs.high == a.doing.high && call == number_of(t)) return true;
     stop_calls((control*)a.own, (control*)a.other);
-    record_wait(a.board, DISAGREED, a.rank, rank, a.doing, 0, a.doing);
+    record_wait(a.board, DISAGREED, a.rank, rank, a.doing, 0, theirs);
     return false;
 }
 
@@ -120,14 +174,18 @@ DEVICE bool begin_launch(const arguments& a, const plan_call& p) {
     const bool meets = meets_ranks(p, t, flag);
     t.words.y = t.words.z = 0; // the launch before has used no lanes, but left what it was
     if (has_tag() && meets && !t.has_failed()) {
+        // What is ahead of the launch in its stream is over: pairs with the peers' acquire loads of the number. Nothing is on its way yet that the
+        // fence would wait for.
+        fence_sys();
         st_relaxed_sys(call_of(a.peer[threadIdx.x], t.slot, a.rank), number_of(t));
-        fence_sys(); // ahead of the tag: pairs with the fence behind the peers' loads of it
+        st_relaxed_sys(call_of(a.own, t.before, rank_of(a, threadIdx.x)), EMPTY);
     }
-    const bool goes_on = advance(a, t, (u32)p.size, (u32)p.places, 0, meets) && (!meets || meet_ranks(a, t));
-    if (__syncthreads_or(!goes_on)) return false;
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0) { // ahead of the meeting of the threads in `advance`
         of_launch() = numbers{t.slot, flag, meets, number_of(t)};
-        p.flags[blockIdx.x] = flag;
+        last_request() = 0;
     }
+    if (!advance(a, t, (u32)p.size, (u32)p.places, 0, meets)) return false;
+    if (meets && __syncthreads_or(!meet_ranks(a, t))) return false;
+    if (threadIdx.x == 0) p.flags[blockIdx.x] = flag;
     return true;
 }

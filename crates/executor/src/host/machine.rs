@@ -260,6 +260,7 @@ impl Machine {
                 true
             }
             Step::Loop { .. } => true,
+            Step::Engine(_) => unreachable!("a host's blocks do the work of ports"),
             Step::Data { frame, work } => {
                 let turn = state.turn.map(|turn| (turn.number, turn.unit));
                 let window = frame.window(turn);

@@ -23,7 +23,7 @@ use crate::{
     ExecutorError,
     arguments::Arguments,
     error::Result,
-    layout::{Base, Layout, Mode, Slicing, Target, compile, most_proved, slot, unit},
+    layout::{Base, Layout, Mode, Ports, Slicing, Target, compile, most_proved, slot, unit},
 };
 
 /// Bytes of a tensor, or of scratch, that go through a launch: few enough to stay in the cache, and enough for a launch's
@@ -173,6 +173,7 @@ impl LoadedPlan {
             placements,
             rank: self.rank,
             packets: self.packets,
+            ports: Ports::Blocks,
             element: key.element,
             extent: extent.part(key.chunk as u64),
             sliced: key.sliced,

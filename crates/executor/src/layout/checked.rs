@@ -5,7 +5,7 @@ use antiphon_plan::{Access, Block, BufferType, ChannelId, ChannelType, OpKind, P
 use sha2::{Digest, Sha256};
 
 use super::{
-    PacketKind,
+    PacketKind, Ports,
     placement::{Move, Placements},
 };
 use crate::{ExecutorError, error::Result};
@@ -105,6 +105,15 @@ impl Checked {
         let modes = [Some(apart), together.then(|| mode(true))];
         let scratch_chunks = plan.gpus.iter().map(|gpu| gpu.scratch_chunks).max().unwrap_or(0);
         Ok(Self { modes, scratch_chunks, uses_packets, digest })
+    }
+
+    /// The same, executed with these ports.
+    pub(crate) fn with_ports(mut self, ports: Ports) -> Self {
+        if ports != Ports::default() {
+            self.digest =
+                Sha256::new().chain_update(self.digest).chain_update(ports.name()).finalize().into();
+        }
+        self
     }
 
     /// Checks that all ranks load the same plan, to be executed in the same way. All ranks call it together.

@@ -15,8 +15,32 @@ pub(crate) use compile::{Target, compile};
 #[cfg(test)]
 pub(crate) use placement::Placements;
 pub(crate) use placement::{Base, Move};
-pub(crate) use program::{Frame, Layout, Operand, Program, Reduction, Signal, Step, Work, slot};
+pub(crate) use program::{Frame, Layout, Operand, Program, Reduction, Request, Signal, Step, Work, slot};
 pub(crate) use slicing::{Slicing, most_proved, unit};
+
+/// What does the work of a plan's ports between GPUs. The bits of the results are the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Ports {
+    /// The thread blocks, by stores.
+    #[default]
+    Blocks,
+    /// The GPUs' copy engines. Blocks push requests, and a thread of the host hands them on; so each takes some microseconds more, and no
+    /// multiprocessor copies. Packets are stored by the blocks in any case.
+    Engines,
+}
+
+impl Ports {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Blocks, Self::Engines];
+
+    /// Its name: `blocks` or `engines`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Blocks => "blocks",
+            Self::Engines => "engines",
+        }
+    }
+}
 
 /// How much a packet carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

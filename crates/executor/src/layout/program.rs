@@ -60,6 +60,21 @@ pub(crate) enum Step {
     Loop { iterations: u64, unit: usize, steps: usize },
     /// Bytes move.
     Data { frame: Frame, work: Work },
+    /// The block has a copy engine do something, behind what it did before its threads last met and what it requested before.
+    Engine(Request),
+}
+
+/// What a copy engine does; on GPUs alone.
+#[derive(Debug)]
+pub(crate) enum Request {
+    Copy {
+        frame: Frame,
+        from: Operand,
+        to: Operand,
+    },
+    Signal(Vec<Signal>),
+    /// One thread waits until the engine has done all that the block has requested.
+    Flush,
 }
 
 impl Step {
@@ -70,10 +85,22 @@ impl Step {
             Step::Meet | Step::Barrier { .. } | Step::Loop { .. } => 0,
             Step::Signal { signals, .. } => signals.len(),
             Step::Wait(items) | Step::Acquire(items) | Step::Release(items) => items.len(),
+            Step::Engine(Request::Signal(signals)) => signals.len(),
+            Step::Engine(Request::Copy { .. } | Request::Flush) => 1,
             Step::Data { frame, .. } if frame.by_turn => 0,
             Step::Data { frame, work } => (frame.window(None).len() / 32).saturating_mul(work.operands()),
         };
         (items as u64).saturating_add(1)
+    }
+
+    /// Hands a copy over to an engine.
+    pub(crate) fn by_engine(self) -> Self {
+        match self {
+            Step::Data { frame, work: Work::Copy { from, to } } if to.len() == 1 => {
+                Step::Engine(Request::Copy { frame, from, to: to[0] })
+            }
+            other => other,
+        }
     }
 }
 

@@ -123,6 +123,7 @@ fn apart(meets: bool) -> Vec<Outcome> {
             both.unchecked::<f32>(64)?,
             both.unchecked::<f32>(64)?,
         ];
+        rank.meet()?;
         // Behind flags that begin, ranks meet.
         calls[..2].iter().try_for_each(|call| both.queue(call))?;
         rank.stream.borrow().synchronize()?;
@@ -155,6 +156,7 @@ fn disagree(ranks: usize) {
     let outcomes = run(ranks, Duration::from_secs(60), |rank| {
         let both = load(rank, &plan)?;
         let calls = [both.unchecked::<f32>(64)?, both.unchecked::<f32>(16)?];
+        rank.meet()?;
         for _ in 0..4 {
             both.queue(&calls[0])?;
         }
@@ -191,6 +193,7 @@ fn a_rank_that_is_absent_in_a_row_is_named_at_the_deadline_on_2() {
     let outcomes = run(2, timeout, |rank| {
         let both = load(rank, &plan)?;
         let call = both.unchecked::<f32>(64)?;
+        rank.meet()?;
         for _ in 0..4 {
             both.queue(&call)?;
         }

@@ -38,6 +38,7 @@ fn call<T: Element + Default>(
         [mine.len(), len].map(|count| DeviceMemory::allocate(&rank.context, count * size_of::<T>()));
     let (input, output) = (input?, output?);
     input.write(&rank.stream, 0, TensorView::from(mine).as_bytes()?)?;
+    rank.meet()?;
     let at = |memory: &DeviceMemory| memory.pointer().0 as usize as *mut u8;
     let device = Device::Cuda(rank.context.device().ordinal());
     // SAFETY: the memory lives until `read` has waited for the stream.

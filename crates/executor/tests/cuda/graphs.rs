@@ -1,8 +1,9 @@
-//! Graphs of calls, replayed between eager calls of other sizes; and flags that begin anew.
+//! Graphs of calls, replayed between eager calls of other sizes, plans and streams; and flags that begin anew.
 
-use antiphon_device::cuda::Graph;
+use antiphon_device::cuda::{Event, Graph, Stream};
 use antiphon_executor::{ExecutorError, cuda::CudaOptions};
 use antiphon_language::library::{Setting, find};
+use antiphon_testing::sized;
 
 use crate::harness::{Both, Outcome, on_gpus, proved};
 
@@ -14,7 +15,7 @@ pub enum GraphError {
     Executor(#[from] ExecutorError),
 }
 
-/// Graphs of one to three calls of two plans, launched between eager calls of another size.
+/// Graphs of one to three calls of two plans, launched between eager calls of another size, of which those of the other plan are on a second stream.
 fn replays(world_size: usize) {
     let plan = |name: &str| proved(find(name).unwrap().plan(&Setting::new(world_size as u32)).unwrap());
     let (packets, signals) = (plan("packet-all-reduce"), plan("two-shot-all-reduce"));
@@ -27,7 +28,8 @@ fn replays(world_size: usize) {
         }
         let calls = [packets.call::<f32>(256, 0, 1)?, packets.call::<f32>(64, 0, 2)?];
         let others = [signals.call::<f32>(256, 0, 3)?, signals.call::<f32>(64, 0, 4)?];
-        let mut graphs = Vec::new();
+        let (mut graphs, second) = (Vec::new(), rank.context.stream()?);
+        let event = Event::new(&rank.context)?;
         for count in 1..=3 {
             let graph = Graph::capture(&rank.stream, |_| -> Result<(), GraphError> {
                 for call in 0..count {
@@ -40,12 +42,20 @@ fn replays(world_size: usize) {
             })?;
             graphs.push(graph.instantiate()?);
         }
-        for replay in 0..20 {
+        rank.meet()?;
+        for replay in 0..sized(1000, 20) {
             // SAFETY: all memory of the graphs lives until the end of the test, which synchronises.
             unsafe { graphs[replay % 3].launch(&rank.stream) }?;
             packets.queue(&calls[1])?;
             if replay % 4 == 0 {
-                signals.queue(&others[1])?;
+                // Launches of graphs are ordered by the program.
+                let behind = |first: &Stream, next: &Stream| -> Outcome {
+                    event.record(first)?;
+                    Ok(next.borrow().wait(&event)?)
+                };
+                behind(&rank.stream, &second)?;
+                signals.queue_on(&others[1], &second)?;
+                behind(&second, &rank.stream)?;
             }
         }
         for (call, what) in calls.iter().zip(["replayed", "eager"]) {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use antiphon_device::cuda::{Context, DeviceMemory, Stream, memory};
 use antiphon_executor::{
     LoadedPlan, Options, PacketKind,
-    cuda::{CudaOptions, CudaPlan, Form},
+    cuda::{CudaOptions, CudaPlan, Form, Ports},
 };
 use antiphon_fabric::{Communicator, LocalWorld, RegisteredMemory};
 use antiphon_plan::{
@@ -13,6 +13,7 @@ use antiphon_plan::{
     verify::{Memory, Options as Proof, VerifiedPlan},
 };
 use antiphon_tensor::{Device, Element, TensorView};
+use antiphon_testing::{device_of, gpus_for, ranks_per_gpu};
 
 pub type Outcome<T = ()> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
@@ -26,9 +27,19 @@ pub struct Rank {
     pub stream: Stream,
 }
 
+impl Rank {
+    /// Ranks that share a GPU meet between what makes memory or graphs and what they launch; see [`ranks_per_gpu`].
+    pub fn meet(&self) -> Outcome {
+        if ranks_per_gpu() > 1 {
+            self.comm.barrier()?;
+        }
+        Ok(())
+    }
+}
+
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Runs `body` on as many GPUs; skips where there are fewer.
+/// Runs `body` on as many ranks; skips where there are too few GPUs.
 pub fn on_gpus(world_size: usize, body: impl Fn(&Rank) -> Outcome + Sync) {
     let outcomes = run(world_size, TIMEOUT, |rank| {
         body(rank)?;
@@ -40,15 +51,15 @@ pub fn on_gpus(world_size: usize, body: impl Fn(&Rank) -> Outcome + Sync) {
     }
 }
 
-/// What `body` returns on each of as many GPUs; nothing where there are fewer.
+/// What `body` returns on each of as many ranks; nothing where there are too few GPUs.
 pub fn run<T: Send>(
     world_size: usize,
     timeout: Duration,
     body: impl Fn(&Rank) -> Outcome<T> + Sync,
 ) -> Vec<Outcome<T>> {
-    let Some(driver) = antiphon_testing::gpus(world_size) else { return Vec::new() };
+    let Some(driver) = gpus_for(world_size) else { return Vec::new() };
     LocalWorld::run_with(world_size, timeout, |comm| {
-        let context = Context::primary(driver.device(comm.rank() as u32)?)?;
+        let context = Context::primary(device_of(driver, comm.rank())?)?;
         let stream = context.stream()?;
         body(&Rank { comm, context, stream })
     })
@@ -85,7 +96,7 @@ pub const COMPILED: CudaOptions = of(Form::Compiled);
 pub const INTERPRETED: CudaOptions = of(Form::Interpreted);
 
 const fn of(form: Form) -> CudaOptions {
-    CudaOptions { packets: PacketKind::LL16, form, most_scratch: 512 << 20 }
+    CudaOptions { packets: PacketKind::LL16, form, ports: Ports::Blocks, most_scratch: 512 << 20 }
 }
 
 /// A plan on both backends.
@@ -147,10 +158,11 @@ impl<'a> Both<'a> {
             output
         };
         let (input, output) = (self.upload(&given, offset)?, self.upload(&before, offset)?);
+        self.rank.meet()?;
         Ok(Call { input, output, counts, offset, expected, registered: false })
     }
 
-    /// A call with chunks of some elements, which the host does not do.
+    /// A call with chunks of some elements, which the host does not do. Other than by [`call`](Self::call), the ranks have not met behind it.
     pub fn unchecked<T: Element>(&self, chunk: usize) -> Outcome<Call<T>> {
         let counts = self.chunks.map(|chunks| chunks * chunk);
         let [input, output] = counts.map(|count| self.upload(&vec![T::from_f64(1.0); count], 0));
@@ -174,6 +186,7 @@ impl<'a> Both<'a> {
             CudaPlan::register(comm, memory)?;
         }
         call.registered = true;
+        self.rank.meet()?;
         Ok(call)
     }
 
@@ -188,6 +201,11 @@ impl<'a> Both<'a> {
 
     /// Puts a call into the rank's stream.
     pub fn queue<T: Element>(&self, call: &Call<T>) -> antiphon_executor::Result<()> {
+        self.queue_on(call, &self.rank.stream)
+    }
+
+    /// Puts a call into a stream.
+    pub fn queue_on<T: Element>(&self, call: &Call<T>, stream: &Stream) -> antiphon_executor::Result<()> {
         let device = Device::Cuda(self.rank.context.device().ordinal());
         let skipped = (call.offset * size_of::<T>()) as u64;
         let at = |memory: &DeviceMemory| (memory.pointer().0 + skipped) as usize as *mut u8;
@@ -198,7 +216,7 @@ impl<'a> Both<'a> {
             let output = |count: usize| {
                 TensorViewMut::from_raw_parts(at(&call.output), T::DTYPE, &[count], None, device).unwrap()
             };
-            let (gpu, stream) = (&self.gpu, &self.rank.stream);
+            let gpu = &self.gpu;
             if self.in_place {
                 let buffer = output(given.max(got));
                 return match call.registered {

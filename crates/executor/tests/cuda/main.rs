@@ -1,9 +1,10 @@
-//! Plans between GPUs against the host's executor, bit by bit. Ranks are threads, one for each GPU; without a GPU for every rank a
-//! test is recorded as skipped.
+//! Plans between GPUs against the host's executor, bit by bit. Ranks are threads with a GPU each, or as many to a GPU as
+//! `ANTIPHON_TEST_RANKS_PER_GPU` says; where there are too few GPUs a test is recorded as skipped.
 
 mod back_to_back;
 mod collection;
 mod compiled;
+mod engines;
 mod failures;
 mod graphs;
 mod harness;
@@ -12,6 +13,8 @@ mod plans;
 mod refused;
 mod registered;
 mod slices;
+mod soak;
+mod ways;
 
 use antiphon_executor::{PacketKind, cuda::CudaOptions};
 use antiphon_language::library::{ALGORITHMS, Algorithm, Setting};

@@ -160,6 +160,7 @@ fn graphs_of_registered_calls_are_replayed_on_2() {
             Ok(both.queue(&call)?)
         })?;
         let graph = graph.instantiate()?;
+        rank.meet()?;
         for _ in 0..10 {
             // SAFETY: the memory lives until the results are read, behind the last launch.
             unsafe { graph.launch(&rank.stream) }?;

@@ -74,6 +74,7 @@ fn slices_are_captured_in_one_go_on_2() {
         let (large, small) = (both.call::<f32>(3001 * 4, 0, 1)?, both.call::<f32>(64, 1, 2)?);
         let graph = Graph::capture(&rank.stream, |_| Ok::<_, GraphError>(both.queue(&large)?))?;
         let graph = graph.instantiate()?;
+        rank.meet()?;
         for _ in 0..3 {
             // SAFETY: the memory lives until the results are read, behind the last launch.
             unsafe { graph.launch(&rank.stream) }?;

@@ -153,16 +153,20 @@ pub fn packets_two_shot(ranks: u32, op: ReduceOp, relay: Relay) -> Result<Plan> 
     program.plan()
 }
 
+/// Each rank's port to the next one, and that one's port back. With two ranks, the first channel in each direction is rank 0's, and the
+/// second is rank 1's.
+fn there_and_back(program: &Program, ranks: u32) -> Result<(Vec<PortChannel<'_>>, Vec<PortChannel<'_>>)> {
+    let next = |rank: u32| (rank + 1) % ranks;
+    let channels =
+        |rank| Ok((program.port_channel(next(rank), rank)?, program.port_channel(rank, next(rank))?));
+    (0..ranks).map(channels).collect::<Result<Vec<_>>>().map(|all| all.into_iter().unzip())
+}
+
 /// A ring through ports: each hop puts a chunk on, with a signal and a flush (`pwsf`, `pws`, `put`, `flush`).
 pub fn ring_all_gather(ranks: u32) -> Result<Plan> {
     let program = Program::new("ring_all_gather", &Collective::all_gather(ranks, 2), Options::default());
     let next = |rank: u32| (rank + 1) % ranks;
-    let (mut ports, mut back): (Vec<PortChannel>, Vec<PortChannel>) = (Vec::new(), Vec::new());
-    // With two ranks, the first channel in each direction is rank 0's, and the second is rank 1's.
-    for rank in 0..ranks {
-        ports.push(program.port_channel(next(rank), rank)?);
-        back.push(program.port_channel(rank, next(rank))?);
-    }
+    let (ports, back) = there_and_back(&program, ranks)?;
     for own in 0..ranks {
         let (rank, place) = (program.rank(own)?, u64::from(own) * 2);
         rank.copy(rank.output().chunks(place..place + 2)?, rank.input().chunks(..2)?, 0)?;
@@ -185,6 +189,29 @@ pub fn ring_all_gather(ranks: u32) -> Result<Plan> {
         for own in 0..ranks {
             back[((own + ranks - 1) % ranks) as usize].wait(0, BOTH)?;
         }
+    }
+    program.plan()
+}
+
+/// Every rank puts its input into the next one's output through a port, 16 bytes in each turn of a pipeline.
+pub fn put_in_turns(ranks: u32) -> Result<Plan> {
+    let program = Program::new("put_in_turns", &Collective::send_recv(ranks, 1), Options::default());
+    let next = |rank: u32| (rank + 1) % ranks;
+    let (ports, back) = there_and_back(&program, ranks)?;
+    for own in 0..ranks as usize {
+        back[(own + ranks as usize - 1) % ranks as usize].signal(0, DataSync::NONE)?;
+        ports[own].wait(0, DataSync::AFTER)?;
+    }
+    program.pipeline(16, 1, || {
+        for own in 0..ranks {
+            let there = program.rank(next(own))?.output().chunk(0)?;
+            ports[own as usize].put(there, program.rank(own)?.input().chunk(0)?, 0)?;
+        }
+        Ok(())
+    })?;
+    for own in 0..ranks as usize {
+        ports[own].signal(0, DataSync::BEFORE)?;
+        back[(own + ranks as usize - 1) % ranks as usize].wait(0, DataSync::AFTER)?;
     }
     program.plan()
 }

@@ -172,8 +172,11 @@ DEVICE u32 number_of(const turn& t) { return t.words.x >> NUMBER_AT; }
 DEVICE u32* note_of(const arguments& a, u32 block) { return (u32*)((control*)a.own + MAX_BLOCKS) + block; }
 DEVICE bool is_note_of(u32 note, u32 number) { return (note ^ number) << NUMBER_AT == 0; }
 
-// The thread of a block that claims a slot: of a warp that waits for peers, in most kernels.
-DEVICE bool claims_slot() { return threadIdx.x == 31; }
+// The thread of a block that claims a slot, and so is late by an atomic operation: of a warp that waits for peers, in most kernels.
+#ifndef CLAIMING_THREAD
+#define CLAIMING_THREAD 31
+#endif
+DEVICE bool claims_slot() { return threadIdx.x == CLAIMING_THREAD; }
 
 // In every kernel that begins a call. If the kernel also advances, the last thread that leaves notes that the block has ended. No thread
 // waits: after a failure some threads of a warp leave, while the others still meet each other.

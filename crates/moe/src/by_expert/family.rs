@@ -6,9 +6,7 @@ use antiphon_operation::ReduceOp;
 use antiphon_tensor::DType;
 
 use crate::{
-    by_token::cuda::{
-        PIPELINE, REGION, RegionCall, SUMS, Stages, Staging, Warps, family, kernel_call,
-    },
+    by_token::cuda::{PIPELINE, REGION, RegionCall, SUMS, Stages, Staging, Warps, family, kernel_call},
     cuda::THREADS,
     layout::MAX_LOCAL_EXPERTS,
 };

@@ -54,7 +54,10 @@ impl Ring {
 
     fn send(&mut self, number: usize) {
         let before = number.checked_sub(2 * self.half);
-        assert!(before.is_none_or(|before| self.read.contains(&before)), "record {number} is written over one");
+        assert!(
+            before.is_none_or(|before| self.read.contains(&before)),
+            "record {number} is written over one"
+        );
         self.there.insert(number);
     }
 
@@ -95,7 +98,12 @@ fn count_to(numbers: &[Vec<Option<usize>>], rank: usize) -> usize {
 }
 
 /// Does random actions until none is possible; an action says whether it was.
-fn run<S>(random: &mut Random, state: &mut S, actions: usize, act: impl Fn(&mut S, usize, &mut Random) -> bool) {
+fn run<S>(
+    random: &mut Random,
+    state: &mut S,
+    actions: usize,
+    act: impl Fn(&mut S, usize, &mut Random) -> bool,
+) {
     loop {
         let first = random.below(actions);
         // One action may happen many times while the others are late.
@@ -138,9 +146,8 @@ fn dispatch(seed: u64, world: usize, half: usize, broken: Broken) -> bool {
         let held = &state.held[rank][warp];
         let place = if broken == Broken::SendsTheLastFirst { held.len().saturating_sub(1) } else { 0 };
         let Some(&token) = held.get(place) else { return false };
-        let receivers = || {
-            numbers[rank][token].iter().enumerate().filter_map(|(to, number)| Some((to, (*number)?)))
-        };
+        let receivers =
+            || numbers[rank][token].iter().enumerate().filter_map(|(to, number)| Some((to, (*number)?)));
         let is_free = |(to, number): (usize, usize)| to == rank || state.rings[rank][to].is_free(number);
         if broken != Broken::WaitsForNoPlace && !receivers().all(is_free) {
             return false;
@@ -272,7 +279,7 @@ fn combine(seed: u64, world: usize, half: usize, broken: Broken) -> bool {
             state.read[rank][warp].push((peer, number));
         }
         state.summed[rank][warp] += 1;
-        if (summed + 1) % BATCH == 0 {
+        if (summed + 1).is_multiple_of(BATCH) {
             count_read(state, rank, warp);
         }
         true
@@ -281,14 +288,19 @@ fn combine(seed: u64, world: usize, half: usize, broken: Broken) -> bool {
         let (rank, which) = (action / (SENDING + SUMMING), action % (SENDING + SUMMING));
         if which < SENDING { send(state, rank, which, random) } else { sum(state, rank, which - SENDING) }
     });
-    state.summed.iter().all(|warps| warps.iter().enumerate().all(|(warp, &summed)| warp + summed * SUMMING >= TOKENS))
+    state
+        .summed
+        .iter()
+        .all(|warps| warps.iter().enumerate().all(|(warp, &summed)| warp + summed * SUMMING >= TOKENS))
 }
 
 type Call = fn(u64, usize, usize, Broken) -> bool;
 
 /// The runs of many worlds that did not end.
 fn stopped(call: Call, worlds: &[usize], broken: Broken) -> usize {
-    let runs = worlds.iter().flat_map(|&world| (1..=3).flat_map(move |half| (0..300).map(move |seed| (seed, world, half))));
+    let runs = worlds
+        .iter()
+        .flat_map(|&world| (1..=3).flat_map(move |half| (0..300).map(move |seed| (seed, world, half))));
     runs.filter(|&(seed, world, half)| !call(seed, world, half, broken)).count()
 }
 

@@ -257,7 +257,8 @@ impl Communicator {
     }
 
     #[doc = stub!("Communicator.load_plan")]
-    #[pyo3(signature = (plan, *, device = None, packets = "ll16", form = "auto", most_scratch = None))]
+    #[pyo3(signature = (plan, *, device = None, packets = "ll16", form = "auto", ports = "blocks", most_scratch = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last five")]
     fn load_plan(
         &self,
         py: Python<'_>,
@@ -265,10 +266,11 @@ impl Communicator {
         device: Option<Place>,
         packets: &str,
         form: &str,
+        ports: &str,
         most_scratch: Option<Count>,
     ) -> Result<Plan> {
         let place = device.unwrap_or(Place::Host);
-        self.load(py, plan, &HowLoaded { place, packets, form, most_scratch })
+        self.load(py, plan, &HowLoaded { place, packets, form, ports, most_scratch })
     }
 }
 

@@ -61,13 +61,19 @@ impl<'a> Compiler<'a> {
         // A port moves bytes as they are: what it puts as packets was packed before.
         let packed = packets && put.channel_type == ChannelType::Port;
         let signals = matches!(put.kind, PutKind::WithSignal | PutKind::WithSignalAndFlush);
+        let by_engine = !packets && self.is_by_engine(put.channel_type);
         for (at, (src, dst)) in put.src.iter().zip(&put.dst).enumerate() {
+            let first = steps.steps.len();
             let operands = vec![local(rank, *src, packed), to(dst)];
             self.data(scope, op, put.group, operands, steps, |operands| match (packets, packed) {
                 (false, _) => Work::Copy { from: operands[0], to: vec![operands[1]] },
                 (true, false) => Work::Pack { from: operands[0], to: vec![operands[1]] },
                 (true, true) => forward(operands),
             })?;
+            if by_engine {
+                let copies = steps.steps.drain(first..).map(Step::by_engine).collect::<Vec<_>>();
+                steps.steps.extend(copies);
+            }
             if signals {
                 let Some(channel) = put.channels.get(at) else {
                     return Err(scope.refuse(op, "does not say through which channel it signals"));
@@ -75,6 +81,9 @@ impl<'a> Compiler<'a> {
                 self.push(scope, Step::Meet, steps)?;
                 self.signal(scope, op, put.channel_type, &[*channel], false, steps)?;
             }
+        }
+        if by_engine && put.kind == PutKind::WithSignalAndFlush {
+            self.flush(scope, steps)?;
         }
         Ok(())
     }

@@ -10,9 +10,9 @@ use antiphon_plan::{
 };
 
 use super::{
-    PacketKind,
+    PacketKind, Ports,
     placement::Placements,
-    program::{Layout, Program, Signal, Step, Steps},
+    program::{Layout, Program, Request, Signal, Step, Steps},
 };
 use crate::{ExecutorError, error::Result};
 
@@ -29,6 +29,7 @@ pub(crate) struct Target<'a> {
     pub(crate) placements: &'a Placements,
     pub(crate) rank: usize,
     pub(crate) packets: PacketKind,
+    pub(crate) ports: Ports,
     /// Bytes of an element.
     pub(crate) element: usize,
     /// The extent of a chunk, whose bytes fit into memory.
@@ -94,6 +95,12 @@ impl<'a> Compiler<'a> {
                 OpKind::Pipeline(pipeline) => self.pipeline(scope, &op.kind, pipeline, &mut steps)?,
                 kind => self.op(scope, kind, &mut steps)?,
             }
+        }
+        // A rank has ended when its ports have.
+        let last = steps.steps.iter().rposition(|step| matches!(step, Step::Engine(_)));
+        if let Some(last) = last.filter(|&at| !matches!(steps.steps[at], Step::Engine(Request::Flush))) {
+            let scope = Scope { block, place: steps.places[last], unit: None };
+            self.push(scope, Step::Engine(Request::Flush), &mut steps)?;
         }
         Ok(steps)
     }
@@ -169,6 +176,7 @@ impl<'a> Compiler<'a> {
                 }
                 self.signal(scope, op, *channel_type, channels, notify.relaxed, steps)
             }
+            NotifyKind::Flush if self.target.ports == Ports::Engines => self.flush(scope, steps),
             NotifyKind::Wait => {
                 let ends = channels.iter().map(|&index| {
                     self.counterpart(scope, op, *channel_type, index)?;
@@ -186,6 +194,17 @@ impl<'a> Compiler<'a> {
         }
     }
 
+    /// The block goes on when its engine has done what the block has requested.
+    fn flush(&mut self, scope: Scope<'a>, steps: &mut Steps) -> Result<()> {
+        self.push(scope, Step::Engine(Request::Flush), steps)?;
+        self.push(scope, Step::Meet, steps)
+    }
+
+    /// Whether an engine does what is done through a channel.
+    fn is_by_engine(&self, channel_type: ChannelType) -> bool {
+        channel_type == ChannelType::Port && self.target.ports == Ports::Engines
+    }
+
     fn signal(
         &mut self,
         scope: Scope<'a>,
@@ -201,6 +220,9 @@ impl<'a> Compiler<'a> {
             Ok(Signal { rank: peer.index(), channel: self.place(peer, channel_type, end), own })
         });
         let signals = signals.collect::<Result<_>>()?;
+        if self.is_by_engine(channel_type) {
+            return self.push(scope, Step::Engine(Request::Signal(signals)), steps);
+        }
         // An executor's memory may let a relaxed signal overtake what is read ahead of it, which the plan does not expect.
         let is_first = || steps.steps.iter().all(|step| matches!(step, Step::Meet | Step::Signal { .. }));
         let relaxed = relaxed && is_first();

@@ -181,7 +181,8 @@ impl PlanCollection {
     }
 
     #[doc = stub!("PlanCollection.add")]
-    #[pyo3(signature = (plan, *, dtypes = None, packets = "ll16", form = "auto", most_scratch = None))]
+    #[pyo3(signature = (plan, *, dtypes = None, packets = "ll16", form = "auto", ports = "blocks", most_scratch = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last five")]
     fn add(
         &self,
         py: Python<'_>,
@@ -189,12 +190,13 @@ impl PlanCollection {
         dtypes: Option<Vec<DTypeName>>,
         packets: &str,
         form: &str,
+        ports: &str,
         most_scratch: Option<Count>,
     ) -> Result<()> {
         let (comm, source) = (self.comm()?, Source::of(plan)?);
         let dtypes = dtypes.iter().flatten().map(dtype_of).collect::<PyResult<Vec<_>>>()?;
         let place = self.device().map_or(Place::Host, |device| Place::Cuda(Some(device)));
-        let how = HowLoaded { place, packets, form, most_scratch };
+        let how = HowLoaded { place, packets, form, ports, most_scratch };
         let (queue, options, device) = (comm.queue()?, how.on_gpus()?, how.device(py)?);
         let mut unread = None;
         let added = interrupt::detached(py, || {

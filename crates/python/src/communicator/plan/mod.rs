@@ -14,7 +14,7 @@ use antiphon::{
 };
 use antiphon_executor::{
     ExecutorError, LoadedPlan, Options, PacketKind,
-    cuda::{CudaOptions, Form},
+    cuda::{CudaOptions, Form, Ports},
 };
 use antiphon_plan::verify::Memory;
 use pyo3::{
@@ -79,6 +79,7 @@ pub(super) struct HowLoaded<'a> {
     pub(super) place: Place,
     pub(super) packets: &'a str,
     pub(super) form: &'a str,
+    pub(super) ports: &'a str,
     pub(super) most_scratch: Option<Count>,
 }
 
@@ -97,10 +98,18 @@ impl HowLoaded<'_> {
         })
     }
 
+    fn ports(&self) -> PyResult<Ports> {
+        Ports::ALL.into_iter().find(|ports| ports.name() == self.ports).ok_or_else(|| {
+            let known = Ports::ALL.map(Ports::name).join(", ");
+            PyValueError::new_err(format!("unknown ports {:?}: known are {known}", self.ports))
+        })
+    }
+
     /// What the executor on GPUs is told.
     fn on_gpus(&self) -> PyResult<CudaOptions> {
         let most_scratch = self.most_scratch.map_or(CudaOptions::default().most_scratch, |bytes| bytes.0);
-        Ok(CudaOptions { packets: self.packets()?, form: self.form()?, most_scratch })
+        let (packets, form, ports) = (self.packets()?, self.form()?, self.ports()?);
+        Ok(CudaOptions { packets, form, ports, most_scratch })
     }
 
     /// The GPU, if it is one.
@@ -113,6 +122,10 @@ impl HowLoaded<'_> {
             }
             Place::Host if self.form()? != Form::Auto => {
                 let text = "load_plan: form is for plans on GPUs: pass device=\"cuda\" with it";
+                Err(PyValueError::new_err(text).into())
+            }
+            Place::Host if self.ports()? != Ports::Blocks => {
+                let text = "load_plan: ports is for plans on GPUs: pass device=\"cuda\" with it";
                 Err(PyValueError::new_err(text).into())
             }
             Place::Host => Ok(None),
