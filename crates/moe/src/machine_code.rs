@@ -33,33 +33,34 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         true => (Staging::Registers, &["LDG.128.STRONG.SYS", "STG.128"]),
         false => (Staging::Bulk, &["UBLKCP"]),
     };
+    // Vectors that are summed stream through shared memory.
+    const STREAMS: &[&str] = &["LDGSTS.E.BYPASS.128"];
+    let summing = |dtype, world_size| {
+        let family = Summing::new(dtype, staging, world_size).unwrap();
+        let mut summing = variant(family, world_size, architecture, STREAMS);
+        // The places of a token's rows, of which each rank has one: with fewer warps they would be in registers, but sums take longer.
+        summing.rules.local_bytes = 16 * world_size as u32;
+        summing
+    };
     let mut variants = Vec::new();
     for world_size in [2, 4, MAX_WORLD] {
         variants.push(variant(Counting, world_size, architecture, &[]));
         variants.push(variant(Notifying, world_size, architecture, SLOTS));
         let mut moving = variant(Moving { staging }, world_size, architecture, rows);
-        moving.rules.local_bytes = 16; // registers outside the loops
+        moving.rules.local_bytes = 24; // registers outside the loops
         variants.push(moving);
-        let summing = Summing::new(DType::BF16, staging, world_size).unwrap();
-        let mut summing = variant(summing, world_size, architecture, rows);
-        if world_size == 2 {
-            // Registers of the warps that send, outside the copies: with two warps fewer there are none, but sums take longer.
-            summing.rules.local_bytes = 80;
-        }
-        variants.push(summing);
+        variants.push(summing(DType::BF16, world_size));
     }
     for world_size in [2, 4, MAX_WORLD] {
         variants.push(variant(Listing, world_size, architecture, &[]));
         variants.push(variant(Placing, world_size, architecture, &[]));
         let experts = if world_size == MAX_WORLD { Experts::Many } else { Experts::Few };
         let mut moving = variant(ByExpertMoving { staging }, world_size, architecture, rows);
-        if staging == Staging::Registers {
-            moving.rules.local_bytes = 56; // registers outside the loops
-        }
+        moving.rules.local_bytes = if world_size == MAX_WORLD { 88 } else { 48 }; // registers outside the loops
         variants.push(moving);
         let dtype = if world_size == 4 { DType::F32 } else { DType::BF16 };
         let summing = ByExpertSumming::new(dtype, staging, experts).unwrap();
-        let mut summing = variant(summing, world_size, architecture, &["LDG.128.STRONG.SYS"]);
+        let mut summing = variant(summing, world_size, architecture, STREAMS);
         summing.rules.local_bytes = 56; // registers outside the loops
         variants.push(summing);
     }
@@ -100,7 +101,7 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         }
     }
     for dtype in [DType::F32, DType::F16] {
-        variants.push(variant(Summing::new(dtype, staging, 4).unwrap(), 4, architecture, rows));
+        variants.push(summing(dtype, 4));
     }
     variants
 }
