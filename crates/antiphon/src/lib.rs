@@ -98,7 +98,7 @@ pub mod cuda {
 /// The collectives between GPUs through NCCL: the yardstick, and the fallback.
 pub mod nccl {
     pub use antiphon_collectives::nccl::NcclCollectives;
-    pub use antiphon_device::cuda::NcclVersion;
+    pub use antiphon_device::cuda::LibraryVersion;
 }
 
 /// What most programs need.

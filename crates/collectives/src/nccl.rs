@@ -16,7 +16,7 @@ use std::ops::Range;
 use antiphon_device::{
     ReduceOp,
     cuda::{
-        Context, CudaError, DeviceMemory, DevicePointer, Nccl, NcclCommunicator, NcclVersion, StreamRef,
+        Context, CudaError, DeviceMemory, DevicePointer, LibraryVersion, Nccl, NcclCommunicator, StreamRef,
         UniqueId,
     },
 };
@@ -112,7 +112,7 @@ impl NcclCollectives {
     }
 
     /// The version of the library.
-    pub fn version(&self) -> NcclVersion {
+    pub fn version(&self) -> LibraryVersion {
         self.nccl.version()
     }
 

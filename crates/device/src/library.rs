@@ -2,12 +2,12 @@
 //!
 //! Neither CUDA nor UCX is linked: a program that uses this crate starts on any machine. A [`Library`] is looked for
 //!
-//! 1. at the path in its variable (`ANTIPHON_NVRTC`, `ANTIPHON_NCCL`, `ANTIPHON_UCX`; a file, or the folder it is in). A variable
-//!    that names nothing usable is an error, not a hint;
+//! 1. at the path in its variable (`ANTIPHON_NVRTC`, `ANTIPHON_NVJITLINK`, `ANTIPHON_NCCL`, `ANTIPHON_NVSHMEM`, `ANTIPHON_UCX`; a file,
+//!    or the folder it is in). A variable that names nothing usable is an error, not a hint;
 //! 2. in this process, where PyTorch may have loaded it already;
 //! 3. where the dynamic loader looks: `LD_LIBRARY_PATH`, then the system's folders;
-//! 4. among the packages of Python, where pip puts `nvidia-cuda-nvrtc`, `nvidia-nccl` and `libucx`: of the Python that this
-//!    process is, then of `VIRTUAL_ENV`, `CONDA_PREFIX`, the `python3` in `PATH`, and the user's own;
+//! 4. among the packages of Python, where pip puts `nvidia-cuda-nvrtc`, `nvidia-nvjitlink`, `nvidia-nccl`, `nvidia-nvshmem` and
+//!    `libucx`: of the Python that this process is, then of `VIRTUAL_ENV`, `CONDA_PREFIX`, the `python3` in `PATH`, and the user's own;
 //! 5. where it is usually installed beside the system: a CUDA toolkit, HPC-X.
 //!
 //! The CUDA driver's own libraries, libcuda and libnvidia-ml, come with the kernel module. They are looked for only where the dynamic
@@ -133,6 +133,15 @@ impl Library {
     /// The file, or the name that the dynamic loader found it by.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The folder of the file, for what lies beside it, if the system tells.
+    pub fn folder(&self) -> Option<PathBuf> {
+        let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        let name = self.path.file_name()?.to_str()?;
+        // A path may be a link to where the file lies alone.
+        let beside = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        beside.map(Path::to_owned).or_else(|| loaded(&maps, &[name])?.parent().map(Path::to_owned))
     }
 
     /// A function of the library.

@@ -9,7 +9,7 @@ use std::{
 };
 
 use antiphon_device::{
-    cuda::{Context, CudaError, Device, Driver, Nccl, Nvrtc},
+    cuda::{Context, CudaError, Device, Driver, Nccl, NvJitLink, Nvrtc, Nvshmem},
     library::LibraryError,
 };
 use antiphon_sass::Disassembler;
@@ -82,11 +82,34 @@ pub fn sized<T>(real: T, emulated: T) -> T {
 /// NVRTC, from wherever it is found, or from the workspace's virtual environment.
 pub fn nvrtc() -> Option<&'static Nvrtc> {
     static PACKAGED: OnceLock<Option<Nvrtc>> = OnceLock::new();
-    let packaged = || {
-        let open = || Nvrtc::open(&packages()?.join("nvidia/cu13/lib")).ok();
-        PACKAGED.get_or_init(open).as_ref()
-    };
-    need(Need::Nvrtc, whole(Nvrtc::load()).or_else(|error| packaged().ok_or(error)))
+    need(
+        Need::Nvrtc,
+        whole(Nvrtc::load()).or_else(|error| packaged(&PACKAGED, "cu13", Nvrtc::open).ok_or(error)),
+    )
+}
+
+/// nvJitLink, found as [`nvrtc`].
+pub fn nvjitlink() -> Option<&'static NvJitLink> {
+    static PACKAGED: OnceLock<Option<NvJitLink>> = OnceLock::new();
+    let packaged = |error| packaged(&PACKAGED, "cu13", NvJitLink::open).ok_or(error);
+    need(Need::NvJitLink, whole(NvJitLink::load()).or_else(packaged))
+}
+
+/// NVSHMEM, found as [`nvrtc`].
+pub fn nvshmem() -> Option<&'static Nvshmem> {
+    static PACKAGED: OnceLock<Option<Nvshmem>> = OnceLock::new();
+    let packaged = |error| packaged(&PACKAGED, "nvshmem", Nvshmem::open).ok_or(error);
+    need(Need::Nvshmem, whole(Nvshmem::load()).or_else(packaged))
+}
+
+/// A library of a package of NVIDIA's in the workspace's virtual environment.
+fn packaged<T, E>(
+    opened: &'static OnceLock<Option<T>>,
+    package: &str,
+    open: impl FnOnce(&Path) -> Result<T, E>,
+) -> Option<&'static T> {
+    let open = || open(&packages()?.join("nvidia").join(package).join("lib")).ok();
+    opened.get_or_init(open).as_ref()
 }
 
 /// The disassembler of kernels, which the emulator compiles for the processor.

@@ -52,8 +52,8 @@ mod tensor;
 mod world;
 
 pub use found::{
-    device_of, disassembler, gpus, gpus_for, is_emulated, link, nccl, nvrtc, packages, program,
-    ranks_per_gpu, root, sized,
+    device_of, disassembler, gpus, gpus_for, is_emulated, link, nccl, nvjitlink, nvrtc, nvshmem, packages,
+    program, ranks_per_gpu, root, sized,
 };
 pub use kills::{VICTIMS, kill_each};
 pub use machines::Machines;

@@ -26,6 +26,10 @@ pub enum Need {
     Nvdisasm,
     /// The library NCCL.
     Nccl,
+    /// The linker of kernels.
+    NvJitLink,
+    /// The library NVSHMEM.
+    Nvshmem,
     /// The library UCX.
     Ucx,
     /// The right to make network and mount namespaces, which stand for machines.
@@ -51,6 +55,8 @@ impl Display for Need {
             Self::Nvrtc => write!(f, "nvrtc"),
             Self::Nvdisasm => write!(f, "nvdisasm"),
             Self::Nccl => write!(f, "nccl"),
+            Self::NvJitLink => write!(f, "nvjitlink"),
+            Self::Nvshmem => write!(f, "nvshmem"),
             Self::Ucx => write!(f, "ucx"),
             Self::Machines => write!(f, "machines"),
             Self::Namespaces => write!(f, "namespaces"),

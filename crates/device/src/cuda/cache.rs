@@ -1,7 +1,7 @@
 //! Machine code that outlives a process.
 //!
 //! One file per program, named by the SHA-256 of everything that went into it (source, options, NVRTC's version,
-//! architecture), so an entry is never out of date. A file contains its key, its length
+//! architecture, the device library that it is linked with), so an entry is never out of date. A file contains its key, its length
 //! and a checksum. It is written under another name and then renamed, so a reader sees a whole file or none, and
 //! several writers write the same bytes. A truncated or corrupt file is compiled again and
 //! replaced. A GPU executes these files, so the cache does not use a file or folder that another user may have written, and
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use antiphon_tuning::{CacheFolder, warn_once};
 use sha2::{Digest, Sha256};
 
-use super::{CudaError, Nvrtc, Program};
+use super::{CudaError, DeviceLibrary, NvJitLink, Nvrtc, Program};
 
 /// The beginning of a file: the format, then the key, the checksum and the length of the code.
 const MAGIC: &[u8; 8] = b"ANTIPHK1";
@@ -76,6 +76,25 @@ impl KernelCache {
     /// As [`Nvrtc::compile`].
     pub fn compile(&self, nvrtc: &Nvrtc, program: &Program) -> Result<Cubin, CudaError> {
         self.get_or_make(program.key(nvrtc.version()), || Ok(nvrtc.compile(program)?.cubin))
+    }
+
+    /// The machine code of a [relocatable](Program::relocatable) program that is linked with a device library, from the cache or made
+    /// now. The key has the content of the library too.
+    ///
+    /// # Errors
+    /// As [`Nvrtc::compile`] and [`NvJitLink::link`].
+    pub fn link(
+        &self,
+        (nvrtc, linker): (&Nvrtc, &NvJitLink),
+        program: &Program,
+        library: &DeviceLibrary,
+    ) -> Result<Cubin, CudaError> {
+        let mut hash = Sha256::new_with_prefix(program.key(nvrtc.version()));
+        hash.update(format!("nvJitLink {}", linker.version()));
+        hash.update(library.digest());
+        self.get_or_make(hash.finalize().into(), || {
+            linker.link(program, &nvrtc.compile(program)?.cubin, library)
+        })
     }
 
     fn get_or_make<E>(&self, key: [u8; 32], make: impl FnOnce() -> Result<Vec<u8>, E>) -> Result<Cubin, E> {

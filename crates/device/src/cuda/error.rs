@@ -1,6 +1,6 @@
 //! The errors of CUDA.
 
-use std::{fmt, time::Duration};
+use std::{fmt, path::PathBuf, time::Duration};
 
 use cudarc::driver::sys;
 
@@ -25,6 +25,23 @@ impl CudaVersion {
 impl fmt::Display for CudaVersion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// A version of a library with three numbers: NCCL's, NVSHMEM's. Ordered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct LibraryVersion {
+    /// The number before the first dot.
+    pub major: u32,
+    /// The number between the dots.
+    pub minor: u32,
+    /// The number after the second dot.
+    pub patch: u32,
+}
+
+impl fmt::Display for LibraryVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
     }
 }
 
@@ -60,6 +77,27 @@ pub enum CudaError {
         text: &'static str,
         /// NCCL's last log line, which may be empty.
         detail: String,
+    },
+    /// A function of NVSHMEM returned a code, or what means that it failed.
+    #[error("{function} of NVSHMEM {version} failed ({code}): NVSHMEM_DEBUG=INFO makes it tell why")]
+    Nvshmem {
+        /// The function.
+        function: &'static str,
+        /// The library's version.
+        version: LibraryVersion,
+        /// The number of the code.
+        code: i32,
+    },
+    /// A version of NVSHMEM whose device code was not tried with this library's kernels, which call it by a name that is no
+    /// stable interface.
+    #[error("NVSHMEM {found} at {} was not tested, which version {tested} was: `pip install nvidia-nvshmem-cu13=={tested}`", .path.display())]
+    UntestedNvshmem {
+        /// The library's version.
+        found: LibraryVersion,
+        /// The version that was tested.
+        tested: LibraryVersion,
+        /// The file.
+        path: PathBuf,
     },
     /// The driver is older than what was asked of it.
     #[error("{what} needs a driver for CUDA {needed}, and this one is for {found}: update the NVIDIA driver")]
@@ -127,6 +165,20 @@ pub enum CudaError {
         /// NVRTC's version.
         version: CudaVersion,
         /// What NVRTC says.
+        log: String,
+    },
+    /// Relocatable code could not be linked.
+    #[error("nvJitLink {version} cannot link {program} with {library} for {architecture}:\n{log}")]
+    Link {
+        /// The program's name.
+        program: String,
+        /// The file of the device library.
+        library: String,
+        /// For which architecture.
+        architecture: String,
+        /// nvJitLink's version.
+        version: CudaVersion,
+        /// What nvJitLink says.
         log: String,
     },
     /// Bytes that are no machine code.

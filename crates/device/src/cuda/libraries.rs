@@ -49,3 +49,26 @@ pub(super) const NCCL: Wanted = Wanted {
     companions: None,
     install: "`pip install nvidia-nccl-cu13`, or install libnccl2, or set ANTIPHON_NCCL to libnccl.so.2",
 };
+
+pub(super) const NVJITLINK: Wanted = Wanted {
+    what: "nvJitLink (libnvJitLink)",
+    variable: Some("ANTIPHON_NVJITLINK"),
+    names: &["libnvJitLink.so.13"],
+    packages: &["nvidia/cu13/lib"],
+    roots: TOOLKITS,
+    folders: TOOLKIT_FOLDERS,
+    companions: None,
+    install: "`pip install nvidia-nvjitlink`, or install the CUDA toolkit, or set ANTIPHON_NVJITLINK to libnvJitLink.so.13",
+};
+
+pub(super) const NVSHMEM: Wanted = Wanted {
+    what: "NVSHMEM (libnvshmem_host)",
+    variable: Some("ANTIPHON_NVSHMEM"),
+    names: &["libnvshmem_host.so.3"],
+    packages: &["nvidia/nvshmem/lib"],
+    roots: &["$NVSHMEM_HOME", "/usr/local/nvshmem"],
+    folders: &["lib"],
+    // Its bootstrap and its transports, which it opens by name.
+    companions: Some("nvshmem_"),
+    install: "`pip install nvidia-nvshmem-cu13`, or set ANTIPHON_NVSHMEM to libnvshmem_host.so.3",
+};

@@ -15,12 +15,14 @@
 //! | [`Allocation`], [`Mapping`] | memory for peers: exported and imported as file descriptors |
 //! | [`IpcExport`], [`IpcMemory`] | memory that a framework allocated, opened by peers; [`PointerInfo`] tells which kind |
 //! | [`Nvrtc`], [`Program`], [`KernelCache`] | CUDA C++ to machine code, remembered on disk |
+//! | [`NvJitLink`], [`DeviceLibrary`] | kernels linked with functions that a library of machine code has |
 //! | [`Module`], [`Function`] | machine code loaded, and launched with a [`LaunchConfig`] |
 //! | [`Graph`], [`GraphExec`] | work recorded once and launched many times |
 //! | [`WaitBoard`], [`WaitReport`] | the wait of a kernel that gave up, and the means to make kernels give up |
 //! | [`Survey`], [`Capabilities`], [`Nvml`] | the GPUs and libraries of a machine, and the ways of sharing memory that work |
 //! | [`Nccl`], [`NcclCommunicator`] | NCCL, if it is installed: the yardstick, and the fallback for whole collectives |
-//! | [`PRELUDE`], [`FORMATS`] | the code that every kernel includes; quantising in kernels |
+//! | [`Nvshmem`] | NVSHMEM, if it is installed: memory of GPUs on other machines, to which kernels write |
+//! | [`PRELUDE`], [`FORMATS`], [`PUT_SIGNAL`] | the code that every kernel includes; quantising in kernels; NVSHMEM's functions for kernels |
 //!
 //! ```no_run
 //! use antiphon_device::cuda::{
@@ -47,8 +49,8 @@
 //!
 //! # Where libraries are found
 //!
-//! Nothing of CUDA is linked. libcuda is where the dynamic loader looks, or nowhere. [NVRTC and NCCL are looked for](crate::library) in
-//! this order: at the path in `ANTIPHON_NVRTC` or `ANTIPHON_NCCL` (a file, or its folder; one that is wrong is an
+//! Nothing of CUDA is linked. libcuda is where the dynamic loader looks, or nowhere. [NVRTC, nvJitLink, NCCL and NVSHMEM are looked for](crate::library) in
+//! this order: at the path in `ANTIPHON_NVRTC`, `ANTIPHON_NVJITLINK`, `ANTIPHON_NCCL` or `ANTIPHON_NVSHMEM` (a file, or its folder; one that is wrong is an
 //! error); in this process, where PyTorch may have loaded them; where the dynamic loader looks (`LD_LIBRARY_PATH`, the
 //! system's folders); among the packages of Python, where pip puts them (this process's Python, `VIRTUAL_ENV`,
 //! `CONDA_PREFIX`, the `python3` in `PATH`, `~/.local`); in a CUDA toolkit (`CUDA_HOME`, `CUDA_PATH`, `/usr/local/cuda`).
@@ -82,8 +84,10 @@ mod libraries;
 pub mod memory;
 mod module;
 mod nccl;
+mod nvjitlink;
 mod nvml;
 mod nvrtc;
+mod nvshmem;
 mod program;
 mod report;
 mod stream;
@@ -95,17 +99,19 @@ pub use capabilities::{Answer, Capabilities};
 pub use context::{Context, Current, MemoryUse};
 pub use device::{Device, DeviceProperties, PeerLink};
 pub use driver::Driver;
-pub use error::{CudaError, CudaVersion};
+pub use error::{CudaError, CudaVersion, LibraryVersion};
 pub use event::Event;
 pub use graph::{Graph, GraphExec, relaxed};
 pub use ipc::{IpcExport, IpcHandle, IpcMemory, MemoryKind, PointerInfo};
 pub use launch::{Argument, KernelArgument, LaunchConfig, MAX_ARGUMENTS};
 pub use memory::{DeviceMemory, DevicePointer, PinnedMemory};
 pub use module::{Function, FunctionAttributes, Module};
-pub use nccl::{Nccl, NcclCommunicator, NcclVersion, UniqueId};
+pub use nccl::{Nccl, NcclCommunicator, UniqueId};
+pub use nvjitlink::{DeviceLibrary, NvJitLink};
 pub use nvml::Nvml;
 pub use nvrtc::{Compiled, Nvrtc};
-pub use program::{Architecture, FORMATS, PRELUDE, Program};
+pub use nvshmem::Nvshmem;
+pub use program::{Architecture, FORMATS, PRELUDE, PUT_SIGNAL, Program};
 pub use report::{GaveUp, WaitBoard, WaitReport};
 pub use stream::{Stream, StreamRef};
 pub use survey::{DeviceSurvey, Finding, Survey};

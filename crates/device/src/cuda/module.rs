@@ -37,6 +37,15 @@ impl Module {
         Ok(Self(Arc::new(Loaded { context: context.clone(), raw })))
     }
 
+    /// The context it is loaded into.
+    pub fn context(&self) -> &Context {
+        &self.0.context
+    }
+
+    pub(super) fn raw(&self) -> sys::CUmodule {
+        self.0.raw
+    }
+
     /// The kernel with this name, declared `extern "C" __global__`.
     ///
     /// The kernel is loaded at once and not at its first launch as is CUDA's default: a load waits for running

@@ -15,7 +15,7 @@ use std::{
 
 use cudarc::driver::sys::CUstream;
 
-use super::{CudaError, libraries};
+use super::{CudaError, LibraryVersion, libraries};
 use crate::library::Library;
 
 pub use communicator::NcclCommunicator;
@@ -32,19 +32,8 @@ type To = *mut c_void;
 #[derive(Debug)]
 pub struct Nccl {
     opened: Library,
-    version: NcclVersion,
+    version: LibraryVersion,
     functions: Functions,
-}
-
-/// A version of NCCL. Ordered.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct NcclVersion {
-    /// The number before the first dot.
-    pub major: u32,
-    /// The number between the dots.
-    pub minor: u32,
-    /// The number after the second dot.
-    pub patch: u32,
 }
 
 #[derive(Debug)]
@@ -67,7 +56,8 @@ struct Functions {
     last_error: unsafe extern "C" fn(Handle) -> *const c_char,
 }
 
-/// The id that the ranks of one communicator share: one rank makes it, and the program sends it to the others.
+/// The id that the ranks of one communicator of NCCL's share, or all ranks of NVSHMEM: one rank makes it, and the program sends it
+/// to the others.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct UniqueId([u8; UniqueId::LEN]);
@@ -87,7 +77,7 @@ impl UniqueId {
     /// [`CudaError::Encoding`] when there are not [`LEN`](Self::LEN) bytes.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, CudaError> {
         let exact = bytes.try_into().map(Self);
-        let what = "a unique id of NCCL";
+        let what = "a unique id";
         exact.map_err(|_| CudaError::Encoding { what, found: bytes.len(), expected: Self::LEN })
     }
 }
@@ -148,11 +138,11 @@ impl Nccl {
         let mut code = 0;
         // SAFETY: writes one integer.
         functions.check("ncclGetVersion", unsafe { get_version(&mut code) })?;
-        Ok(Self { opened: library, version: NcclVersion::from_code(code as u32), functions })
+        Ok(Self { opened: library, version: version_of(code as u32), functions })
     }
 
     /// Its version. All ranks of a communicator must have the same.
-    pub fn version(&self) -> NcclVersion {
+    pub fn version(&self) -> LibraryVersion {
         self.version
     }
 
@@ -173,18 +163,10 @@ impl Nccl {
     }
 }
 
-impl NcclVersion {
-    /// The version for a number of `ncclGetVersion`: 2804 is 2.8.4, and 20906 is 2.9.6.
-    fn from_code(code: u32) -> Self {
-        let unit = if code < 10_000 { 1_000 } else { 10_000 };
-        Self { major: code / unit, minor: code % unit / 100, patch: code % 100 }
-    }
-}
-
-impl fmt::Display for NcclVersion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
-    }
+/// The version for a number of `ncclGetVersion`: 2804 is 2.8.4, and 20906 is 2.9.6.
+fn version_of(code: u32) -> LibraryVersion {
+    let unit = if code < 10_000 { 1_000 } else { 10_000 };
+    LibraryVersion { major: code / unit, minor: code % unit / 100, patch: code % 100 }
 }
 
 impl Functions {
@@ -221,9 +203,9 @@ mod tests {
 
     #[test]
     fn versions_are_read_from_both_forms() {
-        assert_eq!(NcclVersion::from_code(22809).to_string(), "2.28.9");
-        assert_eq!(NcclVersion::from_code(2804).to_string(), "2.8.4");
-        assert!(NcclVersion::from_code(2804) < NcclVersion::from_code(20906));
+        assert_eq!(version_of(22809).to_string(), "2.28.9");
+        assert_eq!(version_of(2804).to_string(), "2.8.4");
+        assert!(version_of(2804) < version_of(20906));
     }
 
     #[test]
@@ -232,7 +214,7 @@ mod tests {
         let id = UniqueId::from_bytes(&bytes).unwrap();
         assert_eq!((id.to_bytes(), format!("{id:?}").as_str()), (bytes, "UniqueId(..)"));
         let error = UniqueId::from_bytes(&bytes[1..]).unwrap_err().to_string();
-        assert_eq!(error, "127 bytes are not a unique id of NCCL, which has 128");
+        assert_eq!(error, "127 bytes are not a unique id, which has 128");
     }
 
     #[test]

@@ -9,6 +9,10 @@ pub const PRELUDE: &str = include_str!("../../kernels/prelude.cuh");
 /// Numbers of few bits and their scales, for programs that quantise; behind the [`PRELUDE`].
 pub const FORMATS: &str = include_str!("../../kernels/formats.cuh");
 
+/// The functions of NVSHMEM's device library that kernels call, for programs that are [linked](Program::relocatable) with it; behind the
+/// [`PRELUDE`].
+pub const PUT_SIGNAL: &str = include_str!("../../kernels/put_signal.cuh");
+
 const OPTIONS: &str = "ANTIPHON_NVRTC_OPTIONS";
 
 /// The kind of GPU that machine code is for, written `sm_90a`.
@@ -95,6 +99,12 @@ impl Program {
     pub fn option(mut self, option: &str) -> Self {
         self.options.push(option.to_owned());
         self
+    }
+
+    /// Compiles to code that is to be [linked](super::KernelCache::link), with functions that a device library has.
+    #[must_use]
+    pub fn relocatable(self) -> Self {
+        self.option("-rdc=true")
     }
 
     /// The name.

@@ -12,6 +12,7 @@ mod conversions;
 mod device;
 mod formats;
 mod launch;
+mod linking;
 mod machine_code;
 mod memory;
 mod nccl;

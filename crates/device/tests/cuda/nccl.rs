@@ -5,8 +5,8 @@ use std::thread;
 use antiphon_device::{
     ReduceOp,
     cuda::{
-        Context, CudaError, DeviceMemory, DevicePointer, Graph, Nccl, NcclCommunicator, NcclVersion, Stream,
-        StreamRef, UniqueId,
+        Context, CudaError, DeviceMemory, DevicePointer, Graph, LibraryVersion, Nccl, NcclCommunicator,
+        Stream, StreamRef, UniqueId,
     },
 };
 use antiphon_tensor::{DType, Element, TensorView, with_dtype};
@@ -22,7 +22,7 @@ fn the_library_among_the_packages_tells_its_version() {
     let site = packages().map(|site| site.join("nvidia/nccl/lib")).filter(|folder| folder.is_dir());
     let opened = site.map(|folder| Nccl::open(&folder).unwrap().version());
     let Some(version) = opened.or_else(|| Some(nccl()?.version())) else { return };
-    assert!(version >= NcclVersion { major: 2, minor: 13, patch: 0 }, "{version}");
+    assert!(version >= LibraryVersion { major: 2, minor: 13, patch: 0 }, "{version}");
 }
 
 /// One of the two ranks: a communicator, a stream, and memory for an input and an output of one block for each rank.

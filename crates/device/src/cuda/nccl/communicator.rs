@@ -7,7 +7,7 @@ use std::{
 
 use antiphon_tensor::DType;
 
-use super::{From, Nccl, NcclVersion, To, UniqueId};
+use super::{From, LibraryVersion, Nccl, To, UniqueId};
 use crate::{
     ReduceOp,
     cuda::{Context, CudaError, DevicePointer, StreamRef},
@@ -52,7 +52,7 @@ impl NcclCommunicator {
     }
 
     /// The version of the library.
-    pub fn version(&self) -> NcclVersion {
+    pub fn version(&self) -> LibraryVersion {
         self.nccl.version()
     }
 
