@@ -39,7 +39,7 @@ loom:
 EMULATOR = $(abspath $(or $(CARGO_TARGET_DIR),target))/emulator
 # PROFILE=--release takes longer to build and less to run, for `make emulated-all` and `make soak`.
 PROFILE ?=
-EMULATED = ANTIPHON_EMULATOR_GPUS=8 LD_LIBRARY_PATH=$(EMULATOR) ANTIPHON_NVRTC=$(EMULATOR) ANTIPHON_CACHE_DIR=$(EMULATOR)/cache
+EMULATED = ANTIPHON_EMULATOR_GPUS=8 LD_LIBRARY_PATH=$(EMULATOR) ANTIPHON_NVRTC=$(EMULATOR) ANTIPHON_NVJITLINK=$(EMULATOR) ANTIPHON_NVSHMEM=$(EMULATOR) ANTIPHON_CACHE_DIR=$(EMULATOR)/cache
 TESTS = --workspace --all-features --test cuda --test cuda_warm -- --test-threads 1 reductions on_1_gpus beside_on_2 \
 	order:: orders:: opened:: closed:: handed_out:: experts:: room:: late_block as_a_whole fuse_different failures:: refused:: wrapped_rings many_experts many_tokens region_of_two \
 	all_reduces_have_the_hosts_bits_on_2 every_operation_has_the_hosts_bits replay_between_eager_calls_on_2 of_each_kind_are_right_on_2 free_behind_a_call_on_2 different_places captured_in_one_go parts_on_1_gpus takes_nothing --skip have_room_on_8 --skip without_memory_on_8
@@ -53,7 +53,8 @@ ifeq ($(strip $(NO_EMULATOR)),)
 emulator:
 	cargo build $(PROFILE) -p antiphon-emulator
 	mkdir -p -m 700 $(EMULATOR)/cache
-	for name in libcuda.so libcuda.so.1 libnvrtc.so libnvrtc.so.13; do ln -sf ../$(if $(PROFILE),release,debug)/libantiphon_emulator.so $(EMULATOR)/$$name; done
+	printf '!<arch>\n%-60s' emulated > $(EMULATOR)/libnvshmem_device.a
+	for name in libcuda.so libcuda.so.1 libnvrtc.so libnvrtc.so.13 libnvJitLink.so.13 libnvshmem_host.so.3; do ln -sf ../$(if $(PROFILE),release,debug)/libantiphon_emulator.so $(EMULATOR)/$$name; done
 
 emulated: emulator $(VENV)/installed
 	$(EMULATED) cargo test $(TESTS)

@@ -10,3 +10,6 @@ enum nvshmemi_amo_t { NVSHMEMI_AMO_SIGNAL_SET = 9, NVSHMEMI_AMO_SIGNAL_ADD = 10 
 template <threadgroup_t SCOPE>
 extern __device__ void nvshmemi_transfer_put_signal(void* to, void* from, size_t bytes, void* signal, unsigned long value,
                                                     nvshmemi_amo_t change, int pe, bool is_nbi);
+
+// Behind a wait for a signal, before the data is read: what came before the signal is seen.
+extern __device__ void nvshmemi_transfer_syncapi_update_mem();

@@ -19,6 +19,9 @@ pub(crate) const DEVICE: &str = concat!(
     include_str!("device/functions.hpp")
 );
 
+/// Behind a program that calls NVSHMEM's device library.
+pub(crate) const DEVICE_OF_NVSHMEM: &str = include_str!("device/nvshmem.hpp");
+
 /// Calls a function at each access, and has the lines of the program.
 const CHECKED: [&str; 5] =
     ["-DANTIPHON_EMULATOR_CHECKED", "-fsanitize=thread", "--param", "tsan-distinguish-volatile=1", "-g1"];
@@ -57,7 +60,7 @@ fn compile_anew(source: &str, options: &[String]) -> Result<Vec<u8>, String> {
 
 /// Whether NVRTC has such an option. All but definitions and the architecture say how a GPU's code is made.
 fn is_known(option: &str) -> bool {
-    const KNOWN: [&str; 8] = [
+    const KNOWN: [&str; 9] = [
         "-D",
         "--gpu-architecture=",
         "-std=",
@@ -66,6 +69,7 @@ fn is_known(option: &str) -> bool {
         "-diag-suppress=",
         "--ptxas-options=",
         "-lineinfo",
+        "-rdc=true",
     ];
     KNOWN.iter().any(|known| option.starts_with(known))
 }
@@ -94,7 +98,9 @@ fn compile_in(folder: &Path, source: &str, options: &[String]) -> Result<Vec<u8>
         .arg(&cuda))?;
     let program = translate(&with_fewer_polls(&expanded))?;
     let allowed = allowed_races(source);
-    fs::write(&cpp, format!("{DEVICE}\n{allowed}\n#line 1 \"program\"\n{program}")).map_err(text)?;
+    let linked = if options.iter().any(|option| option == "-rdc=true") { DEVICE_OF_NVSHMEM } else { "" };
+    fs::write(&cpp, format!("{DEVICE}\n{allowed}\n#line 1 \"program\"\n{program}\n{linked}"))
+        .map_err(text)?;
     let object = folder.join("program.o");
     run(Command::new("g++")
         .args(["-std=c++17", "-O1", "-w", "-fPIC", "-c", "-mavx", "-mfma", "-mf16c", "-ffp-contract=off"])

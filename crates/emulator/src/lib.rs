@@ -1,7 +1,7 @@
-//! A CUDA driver and an NVRTC without a GPU, for tests: `make emulated` runs the GPU tests on any machine with an x86-64 processor
-//! and g++.
+//! A CUDA driver, an NVRTC, an nvJitLink and an NVSHMEM without a GPU, for tests: `make emulated` runs the GPU tests on any machine with an
+//! x86-64 processor and g++.
 //!
-//! The library exports the functions of libcuda and libnvrtc that Antiphon calls. g++ compiles the kernels, with the files of `device/` in
+//! The library exports the functions of libcuda, libnvrtc, libnvJitLink and libnvshmem_host that Antiphon calls. g++ compiles the kernels, with the files of `device/` in
 //! front, for the processor. A block of a kernel is a thread of the operating system, and its threads are fibers; with
 //! `ANTIPHON_EMULATOR_SCHEDULE` all blocks are on one thread. All blocks for which
 //! their GPUs have room run at the same time. Device memory is memory of the process, and a file descriptor hands it to other processes.
@@ -16,8 +16,9 @@
 //! | `ANTIPHON_EMULATOR_MULTIPROCESSORS` | the multiprocessors of each, 132 without it |
 //! | `ANTIPHON_EMULATOR_CAPABILITY` | the compute capability of each, 9.0 without it. The room of a multiprocessor stays that of 9.0 |
 //! | `ANTIPHON_EMULATOR_ROOM` | `shared`: the grids of a GPU share its multiprocessors and queues |
+//! | `ANTIPHON_EMULATOR_REACH` | `all`: the PEs of NVSHMEM reach each other by loads and stores also where their `ANTIPHON_NODE`s differ |
 //! | `ANTIPHON_EMULATOR_REGISTERS` | `most`: a thread has as many as `__launch_bounds__` leaves it, and not 32 |
-//! | `ANTIPHON_EMULATOR_SEED` | the threads of a block run in another order for each number, in ascending order without it; other streams share a queue; and where races are checked stores come late |
+//! | `ANTIPHON_EMULATOR_SEED` | the threads of a block run in another order for each number, in ascending order without it; other streams share a queue; and where races are checked stores come late; puts of NVSHMEM come in another order |
 //! | `ANTIPHON_EMULATOR_SCHEDULE` | one scheduler has all threads of all GPUs, and switches by this seed: docs/design/emulator.md |
 //! | `ANTIPHON_EMULATOR_REPLAY` | a record of such a run, which is repeated |
 //! | `ANTIPHON_EMULATOR_RACES` | `first` or `all` races are reported: docs/design/emulator.md |
@@ -35,7 +36,9 @@ mod graph;
 mod kernel;
 mod memory;
 mod mutant;
+mod nvjitlink;
 mod nvrtc;
+mod nvshmem;
 mod ptx;
 mod queue;
 mod races;

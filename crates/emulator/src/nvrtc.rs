@@ -17,6 +17,7 @@ pub(crate) fn build(mutant: &str) -> c_int {
     let sources = [
         mutant,
         kernel::DEVICE,
+        kernel::DEVICE_OF_NVSHMEM,
         include_str!("kernel.rs"),
         include_str!("ptx/mod.rs"),
         include_str!("ptx/meaning.rs"),

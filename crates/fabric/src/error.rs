@@ -63,6 +63,9 @@ pub enum FabricError {
     /// The engine between machines refused something.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// NVSHMEM cannot be used: on all ranks of the call.
+    #[error("Failed to initialize nvshmem: {0}")]
+    Nvshmem(String),
     /// A peer is gone.
     #[error("{} was lost during {operation}: {}", members.subject(*rank), how.told(members))]
     PeerLost {

@@ -97,7 +97,18 @@ impl World {
         role: &str,
         timeout: Duration,
     ) -> Self {
-        let start = Start { test: "rank_process", role, by_path: false, timeout, command: &command };
+        Self::start_in("rank_process", command, world_size, role, timeout)
+    }
+
+    /// As [`start_by`](Self::start_by), of ranks that are the test `test` of this binary.
+    pub fn start_in(
+        test: &str,
+        command: impl Fn(usize, &Path) -> Command,
+        world_size: usize,
+        role: &str,
+        timeout: Duration,
+    ) -> Self {
+        let start = Start { test, role, by_path: false, timeout, command: &command };
         Self::start_ranks(&start, world_size)
     }
 

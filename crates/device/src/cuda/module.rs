@@ -1,10 +1,16 @@
 //! Machine code loaded into a context, and its kernels.
 
-use std::{ffi::CString, ptr, sync::Arc};
+use std::{
+    ffi::CString,
+    ptr,
+    sync::{Arc, OnceLock},
+};
 
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 
-use super::{Context, CudaError, CudaVersion, LaunchConfig, StreamRef, driver::call, launch::Attributes};
+use super::{
+    Context, CudaError, CudaVersion, LaunchConfig, Nvshmem, StreamRef, driver::call, launch::Attributes,
+};
 
 /// Machine code in a context; unloaded with the last of its clones and functions.
 #[derive(Debug, Clone)]
@@ -14,6 +20,8 @@ pub struct Module(Arc<Loaded>);
 struct Loaded {
     context: Context,
     raw: sys::CUmodule,
+    /// Which has been told of the module.
+    nvshmem: OnceLock<&'static Nvshmem>,
 }
 
 // SAFETY: a module may be used from any thread.
@@ -34,7 +42,7 @@ impl Module {
         let mut raw = ptr::null_mut();
         // SAFETY: the driver reads the ELF file, all of which is there; the module is unloaded in drop.
         unsafe { call!(cuModuleLoadData(&mut raw, cubin.as_ptr().cast())) }?;
-        Ok(Self(Arc::new(Loaded { context: context.clone(), raw })))
+        Ok(Self(Arc::new(Loaded { context: context.clone(), raw, nvshmem: OnceLock::new() })))
     }
 
     /// The context it is loaded into.
@@ -44,6 +52,11 @@ impl Module {
 
     pub(super) fn raw(&self) -> sys::CUmodule {
         self.0.raw
+    }
+
+    /// NVSHMEM has been told of the module, and is told when it is unloaded.
+    pub(super) fn keeps(&self, nvshmem: &'static Nvshmem) {
+        self.0.nvshmem.get_or_init(|| nvshmem);
     }
 
     /// The kernel with this name, declared `extern "C" __global__`.
@@ -72,6 +85,10 @@ impl Module {
 impl Drop for Loaded {
     fn drop(&mut self) {
         let _current = self.context.current();
+        if let Some(nvshmem) = self.nvshmem.get() {
+            // SAFETY: it is unloaded below.
+            unsafe { nvshmem.finalize_module(self.raw) };
+        }
         // SAFETY: loaded once and unloaded once, and no function of it is left.
         let _ = unsafe { call!(cuModuleUnload(self.raw)) };
     }

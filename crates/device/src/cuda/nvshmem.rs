@@ -287,24 +287,25 @@ impl Nvshmem {
     }
 
     /// Tells the device code in a module, which was linked with [`device_library`](Self::device_library), of this PE: before its first
-    /// kernel is launched.
+    /// kernel is launched, and once. It is undone when the module is unloaded.
     ///
     /// # Errors
     /// [`CudaError::Nvshmem`], for device code of another version, say.
-    pub fn initialize_module(&self, module: &Module) -> Result<(), CudaError> {
+    pub fn initialize_module(&'static self, module: &Module) -> Result<(), CudaError> {
         let _current = module.context().current()?;
         // SAFETY: the module is loaded.
-        self.check("nvshmemx_cumodule_init", unsafe { (self.functions.initialize_module)(module.raw()) })
+        self.check("nvshmemx_cumodule_init", unsafe { (self.functions.initialize_module)(module.raw()) })?;
+        module.keeps(self);
+        Ok(())
     }
 
-    /// Undoes [`initialize_module`](Self::initialize_module), before the module is unloaded.
+    /// Undoes [`initialize_module`](Self::initialize_module).
     ///
-    /// # Errors
-    /// [`CudaError::Nvshmem`].
-    pub fn finalize_module(&self, module: &Module) -> Result<(), CudaError> {
-        let _current = module.context().current()?;
-        // SAFETY: the module is loaded.
-        self.check("nvshmemx_cumodule_finalize", unsafe { (self.functions.finalize_module)(module.raw()) })
+    /// # Safety
+    /// The module is loaded, in the current context, and has no kernel under way.
+    pub(super) unsafe fn finalize_module(&self, module: CUmodule) {
+        // SAFETY: passed on. A failure leaves nothing to do.
+        let _ = unsafe { (self.functions.finalize_module)(module) };
     }
 
     fn check(&self, function: &'static str, code: c_int) -> Result<(), CudaError> {

@@ -118,6 +118,19 @@ pub(crate) unsafe fn load(image: *const u8) -> Result<*const Module, Code> {
     }
 }
 
+/// What a module's kernels call to put.
+pub(crate) type PutSignal =
+    unsafe extern "C" fn(*mut c_void, *const c_void, usize, *mut c_void, u64, u32, c_int, bool);
+
+/// Tells a module how to put. False for one whose program does not.
+pub(crate) unsafe fn set_puts(module: *const Module, put: PutSignal) -> bool {
+    // SAFETY: a module that was loaded, and a function of device/nvshmem.hpp.
+    unsafe {
+        let set = (*module).library.get::<unsafe extern "C" fn(PutSignal)>(b"emulator_puts_by\0");
+        set.map(|set| set(put)).is_ok()
+    }
+}
+
 pub(crate) unsafe fn function(module: *const Module, name: *const c_char) -> Result<*const Function, Code> {
     // SAFETY: a module that was loaded, and its list of kernels, whose layout is that of memory.hpp.
     unsafe {

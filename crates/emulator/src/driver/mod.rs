@@ -62,7 +62,8 @@ mod streams;
 mod symbols;
 
 #[cfg(test)]
-pub(crate) use launch::{Function, Module, function, load};
+pub(crate) use launch::{Function, function, load};
+pub(crate) use launch::{Module, set_puts};
 use streams::cuStreamGetCaptureInfo_v2;
 
 // ------------------------------------------------------------------------------------------- the driver, its devices, contexts
@@ -71,7 +72,7 @@ thread_local! {
     static CURRENT: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
-fn current() -> usize {
+pub(crate) fn current() -> usize {
     CURRENT.with_borrow(|stack| stack.last().map_or(0, |context| context - 1))
 }
 

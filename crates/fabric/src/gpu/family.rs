@@ -3,8 +3,8 @@
 use std::{any::Any, fmt, sync::Arc};
 
 use antiphon_device::cuda::{
-    Architecture, Context, CudaError, Function, KernelArgument, KernelCache, LaunchConfig, Module, Nvrtc,
-    Program, relaxed,
+    Architecture, Context, CudaError, Function, KernelArgument, KernelCache, LaunchConfig, Module, NvJitLink,
+    Nvrtc, Nvshmem, PUT_SIGNAL, Program, relaxed,
 };
 
 use super::{
@@ -61,6 +61,10 @@ pub trait Family: Clone + Eq + fmt::Debug + Send + 'static {
     const NAME: &'static str;
     /// The texts of the program, in their order, behind [`SLOTS`].
     const SOURCES: &'static [Source];
+
+    /// Whether kernels put into memory of other nodes, with the functions of [`PUT_SIGNAL`]. Then they are linked with NVSHMEM's device
+    /// library, and the tenant has [`Rails`](super::Rails).
+    const PUTS: bool = false;
 
     /// The text behind [`SOURCES`](Self::SOURCES), of a family whose values each have their own: a kernel that is made at run time. Its
     /// name is [`NAME`](Self::NAME).
@@ -181,7 +185,12 @@ pub fn most_shared_bytes<F: Family>(family: &F, architecture: Architecture, worl
 /// The program of a family for a world of this size.
 pub fn program<F: Family>(family: &F, architecture: Architecture, world_size: usize) -> Program {
     let arguments = Arguments::<1>::SOURCE; // the same text for any number of peers
-    let program = Program::new(F::NAME, "", architecture)
+    let program = Program::new(F::NAME, "", architecture);
+    let program = match F::PUTS {
+        true => program.include("put_signal.cuh", PUT_SIGNAL).relocatable(),
+        false => program,
+    };
+    let program = program
         .define("PEER_PLACES", world_size.saturating_sub(1).max(1))
         .include(arguments.name, arguments.text)
         .include(SLOTS.name, SLOTS.text);
@@ -296,9 +305,19 @@ impl Programs {
         let load = || -> Result<_, CudaError> {
             let architecture = self.context.device().architecture()?;
             let program = program(&family, architecture, world_size);
-            let cubin = KernelCache::open().compile(Nvrtc::load()?, &program)?;
+            let (cache, nvrtc) = (KernelCache::open(), Nvrtc::load()?);
+            let nvshmem = F::PUTS.then(Nvshmem::load).transpose()?;
+            let cubin = match nvshmem {
+                Some(nvshmem) => {
+                    cache.link((nvrtc, NvJitLink::load()?), &program, nvshmem.device_library()?)?
+                }
+                None => cache.compile(nvrtc, &program)?,
+            };
             // So that a graph may have the first call of its kind.
             let module = relaxed(|| Module::load(&self.context, &cubin.bytes))??;
+            if let Some(nvshmem) = nvshmem {
+                relaxed(|| nvshmem.initialize_module(&module))??;
+            }
             let resident = |&kernel: &F::Kernel| {
                 let function = module.function(kernel.name())?;
                 // A kernel that waits on every multiprocessor must leave each other kernel its place: peers may call them in

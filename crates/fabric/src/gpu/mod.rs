@@ -91,6 +91,7 @@ mod idle;
 mod kernel_call;
 mod launch;
 mod order;
+mod rails;
 mod reduction;
 mod room;
 mod staging;
@@ -105,6 +106,7 @@ pub use family::{
 };
 pub use idle::UntilIdle;
 pub use launch::{Grid, Launch, Pieces, Work};
+pub use rails::{Rails, Runtime};
 pub use reduction::{REDUCE, Reduction};
 pub use staging::MAX_BLOCKS;
 pub use tenant::Tenant;

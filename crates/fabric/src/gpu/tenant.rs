@@ -36,6 +36,8 @@ use crate::{Communicator, CudaArena, FabricError, Monitor, Signature};
 ///
 /// A tenant takes part in the communicator as long as it lives. Dropping it waits for the context's kernels.
 pub struct Tenant {
+    /// Among those that share the memory.
+    rank: usize,
     resources: UntilIdle<Resources>,
     // Behind the resources, which are dropped when the context has no work left.
     room: CommonRoom,
@@ -78,7 +80,7 @@ impl Tenant {
     /// [`LEAST_STAGING_BYTES`](Self::LEAST_STAGING_BYTES); for ranks that ask for different staging; and for an environment
     /// variable that [`OnFailure`] does not know. As [`CudaArena::new`]; [`FabricError::Device`].
     pub fn new(comm: &Communicator, context: &Context, staging_bytes: usize) -> Result<Self, FabricError> {
-        Self::with(comm, context, (staging_bytes, CHANNELS), 0)
+        Self::with([comm; 2], context, (staging_bytes, CHANNELS), 0)
     }
 
     /// As [`new`](Self::new), for kernels that carry messages: a grid takes at most a quarter of a multiprocessor.
@@ -102,7 +104,7 @@ impl Tenant {
         context: &Context,
         staging_bytes: usize,
     ) -> Result<Self, FabricError> {
-        Self::with(comm, context, (staging_bytes, 1), 0)
+        Self::with([comm; 2], context, (staging_bytes, 1), 0)
     }
 
     /// As [`new`](Self::new), with a further region of `region_bytes` bytes in each rank's arena, which calls may use in any way.
@@ -115,16 +117,43 @@ impl Tenant {
         staging_bytes: usize,
         region_bytes: usize,
     ) -> Result<Self, FabricError> {
-        Self::with(comm, context, (staging_bytes, CHANNELS), region_bytes)
+        Self::with([comm; 2], context, (staging_bytes, CHANNELS), region_bytes)
     }
 
-    fn with(
+    /// A tenant of all ranks of `comm`, which are on several nodes: its memory is that of `node`, the [group](Communicator::node_group) of
+    /// this rank's node, in whose order the kernels number the ranks, and which may have one rank. Kernels reach other nodes by
+    /// [`Rails`](super::Rails), and what ends a wait of any rank ends those of all. The region, of `region_bytes` bytes in each rank's
+    /// arena, begins as zeros. All ranks of `comm` call it together.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn between_nodes(
         comm: &Communicator,
+        node: &Communicator,
+        context: &Context,
+        region_bytes: usize,
+    ) -> Result<Self, FabricError> {
+        let tenant = Self::with([comm, node], context, (LEAST_BYTES, 1), region_bytes);
+        let tenant = comm.agree("cannot prepare its GPU", tenant)?;
+        let clear = || -> Result<(), FabricError> {
+            let stream = context.stream()?;
+            let region = tenant.channel(tenant.rank(), 0).offset(tenant.region_at());
+            // SAFETY: the region is as large, and no kernel uses it yet.
+            unsafe { memory::fill(stream.borrow(), region, 0, region_bytes) }?;
+            Ok(stream.borrow().synchronize()?)
+        };
+        comm.agree("cannot prepare its GPU", clear())?;
+        Ok(tenant)
+    }
+
+    /// The ranks of `comm` fail together; those of `node` share the memory.
+    fn with(
+        [comm, node]: [&Communicator; 2],
         context: &Context,
         (staging_bytes, channels): (usize, usize),
         region_bytes: usize,
     ) -> Result<Self, FabricError> {
-        let world_size = comm.world_size();
+        let world_size = node.world_size();
         if world_size > MAX_WORLD {
             let text = format!("collectives on CUDA work among up to {MAX_WORLD} ranks, not {world_size}");
             return Err(FabricError::InvalidArgument(text));
@@ -134,12 +163,13 @@ impl Tenant {
                 "{staging_bytes} bytes for staging, at least {LEAST_BYTES} are needed"
             ))
         })?;
-        let arena = CudaArena::new(comm, context, staging.arena_bytes() + region_bytes, FILL)?;
-        let resources = Resources::new(context, arena, staging, comm.rank());
+        let arena = CudaArena::new(node, context, staging.arena_bytes() + region_bytes, FILL)?;
+        let resources = Resources::new(context, arena, staging, node.rank());
         let resources = comm.agree("cannot prepare its GPU", resources)?;
         let engine = Engine::of(comm, context)?;
         let room = engine.common_room(comm)?;
         Ok(Self {
+            rank: node.rank(),
             resources: UntilIdle::new(context, resources),
             room,
             engine,
@@ -376,16 +406,16 @@ impl Tenant {
         self.engine.on_failure(action);
     }
 
-    /// This rank, from 0.
+    /// This rank, from 0, among those that share the memory.
     #[inline]
     pub fn rank(&self) -> usize {
-        self.monitor().rank()
+        self.rank
     }
 
-    /// How many ranks there are.
+    /// How many ranks share the memory.
     #[inline]
     pub fn world_size(&self) -> usize {
-        self.monitor().world_size()
+        self.resources.arena.world_size()
     }
 
     /// The context of this rank's device.

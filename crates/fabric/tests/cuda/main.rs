@@ -3,6 +3,9 @@
 
 mod late;
 mod order;
+#[path = "../processes/mod.rs"]
+mod processes;
+mod rails;
 mod room;
 use std::time::Duration;
 

@@ -1,0 +1,213 @@
+//! Memory between nodes that kernels write. Ranks are processes, each a PE of NVSHMEM, with `ANTIPHON_NODE`s of their own; on one GPU if
+//! there is only one.
+
+use std::{collections::BTreeSet, path::Path, process::Command, time::Duration};
+
+use antiphon_device::cuda::{Context, DeviceMemory, Driver, KernelArgument};
+use antiphon_fabric::{
+    Communicator, FabricError, LocalWorld, Operation, Signature,
+    engine::{EngineError, Ucx},
+    gpu::{Family, Grid, Launch, Pieces, Rails, Runtime, Source, Tenant, Work, kernels},
+};
+use antiphon_testing::{Need, free_port, gpus, need, nvjitlink, nvrtc, nvshmem};
+
+use crate::processes::{World, role, say};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+const HEAP: usize = 1 << 20;
+const MOST_RANKS: usize = 8;
+
+kernels! {
+    enum PutsKernel {
+        ToAll = "puts_to_all",
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct ToAll;
+
+impl Family for ToAll {
+    type Kernel = PutsKernel;
+    type Arguments = Mail;
+    const NAME: &'static str = "puts.cuh";
+    const SOURCES: &'static [Source] = &[Source::new("puts.cuh", include_str!("puts.cuh"))];
+    const PUTS: bool = true;
+}
+
+/// `mail` of puts.cuh.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Mail {
+    own: u64,
+    near: [u64; MOST_RANKS],
+    rank: u32,
+    ranks: u32,
+}
+
+// SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32, an even number.
+unsafe impl KernelArgument for Mail {}
+
+/// What processes with GPUs need, if it is there.
+fn machine() -> Option<&'static Driver> {
+    let found = match Ucx::open(0, 1) {
+        Err(error @ EngineError::Library(_)) => Err(error),
+        opened => Ok(opened.unwrap()),
+    };
+    let driver = gpus(1)?;
+    nvrtc().and(nvjitlink()).and(nvshmem()).and(need(Need::Ucx, found))?;
+    Some(driver)
+}
+
+/// A world of processes on nodes that have this many ranks.
+fn world(of_each: &[usize], role: &str, variables: &[(&str, &str)]) -> World {
+    let port = free_port().to_string();
+    let nodes: Vec<usize> =
+        of_each.iter().enumerate().flat_map(|(node, ranks)| std::iter::repeat_n(node, *ranks)).collect();
+    let command = |rank: usize, program: &Path| {
+        let mut command = Command::new(program);
+        command
+            .env("ANTIPHON_NODE", format!("node {}", nodes[rank]))
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", &port)
+            .env("ANTIPHON_SECRET", "of the test")
+            .env("NVSHMEM_DISABLE_NVLS", "1")
+            .env("NVSHMEM_SYMMETRIC_SIZE", (16 << 20).to_string())
+            .env("UCX_TLS", "tcp,self")
+            .envs(variables.iter().copied());
+        command
+    };
+    World::start_in("rails::rank_process", command, nodes.len(), role, TIMEOUT)
+}
+
+#[test]
+fn rank_process() {
+    let Some(role) = role() else { return };
+    let comm = Communicator::from_env().unwrap();
+    let driver = Driver::load().unwrap();
+    let ordinal = comm.rank() as u32 % driver.device_count().unwrap();
+    let context = Context::primary(driver.device(ordinal).unwrap()).unwrap();
+    say("ready");
+    let ended = match role.as_str() {
+        "puts" => puts(&comm, &context),
+        "again" => Rails::new(&comm, &context, HEAP, Runtime::Initialize)
+            .and_then(|rails| rails.free(&comm))
+            .and_then(|()| Rails::new(&comm, &context, HEAP, Runtime::Join))
+            .and_then(|rails| rails.free(&comm))
+            .map(|()| "freed twice".to_owned()),
+        "join" => Rails::new(&comm, &context, HEAP, Runtime::Join).map(|_| "joined".to_owned()),
+        "too much" => {
+            Rails::new(&comm, &context, 1 << 40, Runtime::Initialize).map(|_| "allocated".to_owned())
+        }
+        "a group" => Rails::new(&comm, &context, HEAP, Runtime::Initialize).and_then(|_| {
+            let group = comm.split(Some(comm.rank() as u64 % 2), 0)?.expect("every rank has a colour");
+            Rails::new(&group, &context, HEAP, Runtime::Initialize).map(|_| "made".to_owned())
+        }),
+        other => panic!("{other} is no role"),
+    };
+    match ended {
+        Ok(text) => say(text),
+        Err(error) => say(error),
+    }
+    let _ = comm.barrier();
+}
+
+/// Calls in which every rank tells all others something. The last word is the number of words that came wrong.
+fn puts(comm: &Communicator, context: &Context) -> Result<String, FabricError> {
+    let node = comm.node_group()?;
+    let tenant = Tenant::between_nodes(comm, &node, context, 0)?;
+    let rails = Rails::new(comm, context, HEAP, Runtime::Initialize)?;
+    tenant.load_together(comm, ToAll)?;
+    let near = |rank| (rank != comm.rank()).then(|| rails.peer(rank)).flatten().map_or(0, |at| at.0);
+    let all: Vec<u64> = (0..comm.world_size()).map(near).collect();
+    let mut arguments = Mail {
+        own: rails.pointer().0,
+        near: [0; MOST_RANKS],
+        rank: comm.rank() as u32,
+        ranks: comm.world_size() as u32,
+    };
+    arguments.near[..all.len()].copy_from_slice(&all);
+    let (stream, wrong) = (context.stream()?, DeviceMemory::allocate(context, 4)?);
+    wrong.write(&stream, 0, &[0; 4])?;
+    comm.barrier()?;
+    for call in 0..40 {
+        if (call * 7 + comm.rank() * 5).is_multiple_of(11) {
+            std::thread::sleep(Duration::from_millis(3));
+        }
+        let loaded = tenant.ready(ToAll, stream.borrow())?;
+        let launch = |_, _, _| Launch {
+            kernel: PutsKernel::ToAll,
+            grid: Grid::Exact { config: ToAll.blocks(1, 2), is_small: false },
+            work: Work {
+                output: wrong.pointer().0 as usize,
+                ..Work::new(Signature::new(Operation::AllGather))
+            },
+            arguments,
+        };
+        // SAFETY: the memory lives until the stream has been waited for.
+        unsafe { tenant.run(&loaded, Pieces { total: 1, most: 1, unit: 1 }, stream.borrow(), launch)? };
+    }
+    stream.borrow().synchronize()?;
+    tenant.check()?;
+    let mut words = [0; 4];
+    wrong.read(&stream, 0, &mut words)?;
+    let reached: BTreeSet<bool> = all.iter().map(|at| *at != 0).collect();
+    comm.barrier()?;
+    drop(tenant);
+    rails.free(comm)?;
+    Ok(format!("{} wrong, stores reach some: {}", u32::from_ne_bytes(words), reached.contains(&true)))
+}
+
+fn all_say(world: World, expected: &str) {
+    for rank in 0..world.size() {
+        let (_, said) = world.hear(rank);
+        assert!(said.contains(expected), "rank {rank}: {said}");
+    }
+    world.end(&[]);
+}
+
+/// By the network, of which the emulator has one, or by stores where NVSHMEM finds a way.
+#[test]
+fn what_a_kernel_tells_other_nodes_arrives_whole_and_in_order() {
+    if machine().is_none() {
+        return;
+    }
+    for of_each in [&[1, 1][..], &[1, 1, 1], &[2, 2], &[1, 3]] {
+        all_say(world(of_each, "puts", &[]), "0 wrong");
+        all_say(
+            world(of_each, "puts", &[("ANTIPHON_EMULATOR_REACH", "all")]),
+            "0 wrong, stores reach some: true",
+        );
+    }
+}
+
+#[test]
+fn a_library_that_runs_serves_again_and_is_joined() {
+    if machine().is_some() {
+        all_say(world(&[1, 1], "again", &[]), "freed twice");
+        all_say(world(&[1, 1], "join", &[]), "Failed to initialize nvshmem: ");
+    }
+}
+
+#[test]
+fn what_cannot_be_is_an_error_on_all_ranks() {
+    if machine().is_none() {
+        return;
+    }
+    all_say(world(&[1, 1], "too much", &[]), "Failed to initialize nvshmem: ");
+    let other_ranks = "Failed to initialize nvshmem: ";
+    all_say(world(&[1, 1, 1, 1], "a group", &[]), other_ranks);
+    let nowhere = [("ANTIPHON_NVSHMEM", "/nowhere")];
+    all_say(world(&[1, 1], "join", &nowhere), "pip install nvidia-nvshmem-cu13");
+}
+
+#[test]
+fn threads_of_a_process_are_refused() {
+    let Some(driver) = machine() else { return };
+    let errors = LocalWorld::run(3, |comm| {
+        let context = Context::primary(driver.device(0).unwrap()).unwrap();
+        Rails::new(&comm, &context, HEAP, Runtime::Initialize).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.ends_with("it serves one rank of a process, and ranks 0 and 1 are in one"), "{error}");
+    }
+}
