@@ -10,7 +10,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use antiphon_fabric::{FabricError, rendezvous::RendezvousError};
+use antiphon_fabric::{
+    FabricError,
+    engine::{EngineError, Ucx},
+    rendezvous::RendezvousError,
+};
 use rustix::process::{Pid, Signal};
 
 /// No test waits longer than this for anything.
@@ -43,6 +47,17 @@ pub fn say_error(error: &FabricError) {
         FabricError::Failed(first) => say_error(first),
         other => say(other),
     }
+}
+
+/// The driver of GPUs, where processes on several nodes can be PEs of NVSHMEM; on one GPU if there is only one.
+pub fn pes() -> Option<&'static antiphon_device::cuda::Driver> {
+    use antiphon_testing::{Need, gpus, need, nvjitlink, nvrtc, nvshmem};
+    let found = match Ucx::open(0, 1) {
+        Err(error @ EngineError::Library(_)) => Err(error),
+        opened => Ok(opened.unwrap()),
+    };
+    let driver = gpus(1)?;
+    nvrtc().and(nvjitlink()).and(nvshmem()).and(need(Need::Ucx, found)).map(|_| driver)
 }
 
 /// A world of processes; all are killed when it is dropped.
@@ -110,6 +125,35 @@ impl World {
     ) -> Self {
         let start = Start { test, role, by_path: false, timeout, command: &command };
         Self::start_ranks(&start, world_size)
+    }
+
+    /// As [`start_in`](Self::start_in), of ranks on nodes that have this many, each of which is a PE of NVSHMEM. The ranks get these
+    /// variables, too.
+    pub fn of_pes(
+        test: &str,
+        of_each: &[usize],
+        role: &str,
+        timeout: Duration,
+        variables: &[(&str, &str)],
+    ) -> Self {
+        let port = antiphon_testing::free_port().to_string();
+        let nodes: Vec<usize> =
+            of_each.iter().enumerate().flat_map(|(node, ranks)| std::iter::repeat_n(node, *ranks)).collect();
+        let command = |rank: usize, program: &Path| {
+            let mut command = Command::new(program);
+            command
+                .env("ANTIPHON_NODE", format!("node {}", nodes[rank]))
+                .env("MASTER_ADDR", "127.0.0.1")
+                .env("MASTER_PORT", &port)
+                .env("ANTIPHON_SECRET", "of the test")
+                .env("ANTIPHON_LINK_TIMEOUT", "3")
+                .env("NVSHMEM_DISABLE_NVLS", "1")
+                .env("NVSHMEM_SYMMETRIC_SIZE", (64 << 20).to_string())
+                .env("UCX_TLS", "tcp,self")
+                .envs(variables.iter().copied());
+            command
+        };
+        Self::start_in(test, command, nodes.len(), role, timeout)
     }
 
     fn start_ranks(start: &Start<'_>, world_size: usize) -> Self {

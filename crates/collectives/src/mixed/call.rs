@@ -113,7 +113,7 @@ pub(crate) struct CheckedMixedCall<'a> {
 }
 
 impl<'a> CheckedMixedCall<'a> {
-    /// Checks tensors and lengths of one of the two fused operations, or of an all-reduce.
+    /// Checks tensors and lengths of an operation, which for those that are not fused means as one of the two fused ones.
     pub(crate) fn new(
         layout: &MixedLayout,
         call: &MixedCall<'a>,
@@ -121,9 +121,11 @@ impl<'a> CheckedMixedCall<'a> {
         output: Output,
     ) -> Result<Self> {
         let operation = operation_of(call.op);
-        let gathers = operation != Operation::ReduceScatterAllReduce;
+        let gathers = !matches!(operation, Operation::ReduceScatterAllReduce | Operation::ReduceScatter);
         same_dtype(operation, &input, &output)?;
-        reducible(operation, input.dtype, ReduceOp::Sum)?;
+        if operation != Operation::AllGather {
+            reducible(operation, input.dtype, ReduceOp::Sum)?;
+        }
         let groups = layout.dp_size();
         let block = if gathers { input.count } else { output.count };
         let blocks = match call.counts {

@@ -16,7 +16,7 @@ use crate::{
 const BYTES1_FROM: usize = 32 << 10;
 /// Where there are several nodes, the bytes from which on the mode that sends the fewest bytes between them is faster: as an all-reduce's
 /// two-shot.
-const FEWEST_BYTES_FROM: usize = 128 << 10;
+pub(super) const FEWEST_BYTES_FROM: usize = 128 << 10;
 
 /// A table for each fused operation of the layout.
 pub(super) struct Tables {
@@ -62,7 +62,7 @@ impl Tables {
 
 /// The index of the fused mode that sends the fewest bytes, of f32, and among several the one with the fewest hops: through the busiest
 /// link between nodes, or on one node between ranks.
-fn fewest_bytes(op: MixedOp, layout: &MixedLayout) -> usize {
+pub(super) fn fewest_bytes(op: MixedOp, layout: &MixedLayout) -> usize {
     let modes = MixedMode::fused_in(layout);
     if !layout.use_inter() {
         return modes.len() - 1;

@@ -30,7 +30,8 @@
 //! Blocks need not be equally long: [`MixedCall::counts`] has the length of each.
 //!
 //! `call` has the call and its validation, `flow` who contributes and receives, `handler` the public type for host memory, `host` its algorithms,
-//! `between` and `division` those between nodes, and `choice` the tables; `cuda` and kernels.cuh have the same for GPUs.
+//! `between` and `division` those between nodes, and `choice` the tables; `cuda` and kernels.cuh have the same for GPUs of one node, and `rails` for
+//! those of several.
 
 mod between;
 mod call;
@@ -40,6 +41,7 @@ mod division;
 mod flow;
 mod handler;
 mod host;
+mod rails;
 #[cfg(any(test, feature = "reference"))]
 pub mod reference;
 
@@ -51,6 +53,7 @@ pub use cuda::CudaMixedHandler;
 #[cfg(test)]
 pub(crate) use cuda::Mixing;
 pub use handler::MixedHandler;
+pub use rails::CudaMixedNodes;
 
 use crate::all_reduce::Algorithm;
 

@@ -17,7 +17,10 @@ mod loud;
 mod mixed;
 mod mixed_graphs;
 mod named;
+mod nodes;
 mod orders;
+#[path = "../../../fabric/tests/processes/mod.rs"]
+mod processes;
 mod registered;
 mod repeated;
 mod streams;

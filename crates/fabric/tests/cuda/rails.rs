@@ -1,17 +1,15 @@
 //! Memory between nodes that kernels write. Ranks are processes, each a PE of NVSHMEM, with `ANTIPHON_NODE`s of their own; on one GPU if
 //! there is only one.
 
-use std::{collections::BTreeSet, path::Path, process::Command, time::Duration};
+use std::time::Duration;
 
 use antiphon_device::cuda::{Context, DeviceMemory, Driver, KernelArgument};
 use antiphon_fabric::{
     Communicator, FabricError, LocalWorld, Operation, Signature,
-    engine::{EngineError, Ucx},
     gpu::{Family, Grid, Launch, Pieces, Rails, Runtime, Source, Tenant, Work, kernels},
 };
-use antiphon_testing::{Need, free_port, gpus, need, nvjitlink, nvrtc, nvshmem};
 
-use crate::processes::{World, role, say};
+use crate::processes::{World, pes, role, say};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 const HEAP: usize = 1 << 20;
@@ -47,36 +45,9 @@ struct Mail {
 // SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32, an even number.
 unsafe impl KernelArgument for Mail {}
 
-/// What processes with GPUs need, if it is there.
-fn machine() -> Option<&'static Driver> {
-    let found = match Ucx::open(0, 1) {
-        Err(error @ EngineError::Library(_)) => Err(error),
-        opened => Ok(opened.unwrap()),
-    };
-    let driver = gpus(1)?;
-    nvrtc().and(nvjitlink()).and(nvshmem()).and(need(Need::Ucx, found))?;
-    Some(driver)
-}
-
 /// A world of processes on nodes that have this many ranks.
 fn world(of_each: &[usize], role: &str, variables: &[(&str, &str)]) -> World {
-    let port = free_port().to_string();
-    let nodes: Vec<usize> =
-        of_each.iter().enumerate().flat_map(|(node, ranks)| std::iter::repeat_n(node, *ranks)).collect();
-    let command = |rank: usize, program: &Path| {
-        let mut command = Command::new(program);
-        command
-            .env("ANTIPHON_NODE", format!("node {}", nodes[rank]))
-            .env("MASTER_ADDR", "127.0.0.1")
-            .env("MASTER_PORT", &port)
-            .env("ANTIPHON_SECRET", "of the test")
-            .env("NVSHMEM_DISABLE_NVLS", "1")
-            .env("NVSHMEM_SYMMETRIC_SIZE", (16 << 20).to_string())
-            .env("UCX_TLS", "tcp,self")
-            .envs(variables.iter().copied());
-        command
-    };
-    World::start_in("rails::rank_process", command, nodes.len(), role, TIMEOUT)
+    World::of_pes("rails::rank_process", of_each, role, TIMEOUT, variables)
 }
 
 #[test]
@@ -150,11 +121,10 @@ fn puts(comm: &Communicator, context: &Context) -> Result<String, FabricError> {
     tenant.check()?;
     let mut words = [0; 4];
     wrong.read(&stream, 0, &mut words)?;
-    let reached: BTreeSet<bool> = all.iter().map(|at| *at != 0).collect();
     comm.barrier()?;
     drop(tenant);
     rails.free(comm)?;
-    Ok(format!("{} wrong, stores reach some: {}", u32::from_ne_bytes(words), reached.contains(&true)))
+    Ok(format!("{} wrong, stores reach some: {}", u32::from_ne_bytes(words), all.iter().any(|at| *at != 0)))
 }
 
 fn all_say(world: World, expected: &str) {
@@ -168,7 +138,7 @@ fn all_say(world: World, expected: &str) {
 /// By the network, of which the emulator has one, or by stores where NVSHMEM finds a way.
 #[test]
 fn what_a_kernel_tells_other_nodes_arrives_whole_and_in_order() {
-    if machine().is_none() {
+    if pes().is_none() {
         return;
     }
     for of_each in [&[1, 1][..], &[1, 1, 1], &[2, 2], &[1, 3]] {
@@ -182,7 +152,7 @@ fn what_a_kernel_tells_other_nodes_arrives_whole_and_in_order() {
 
 #[test]
 fn a_library_that_runs_serves_again_and_is_joined() {
-    if machine().is_some() {
+    if pes().is_some() {
         all_say(world(&[1, 1], "again", &[]), "freed twice");
         all_say(world(&[1, 1], "join", &[]), "Failed to initialize nvshmem: ");
     }
@@ -190,7 +160,7 @@ fn a_library_that_runs_serves_again_and_is_joined() {
 
 #[test]
 fn what_cannot_be_is_an_error_on_all_ranks() {
-    if machine().is_none() {
+    if pes().is_none() {
         return;
     }
     all_say(world(&[1, 1], "too much", &[]), "Failed to initialize nvshmem: ");
@@ -202,7 +172,7 @@ fn what_cannot_be_is_an_error_on_all_ranks() {
 
 #[test]
 fn threads_of_a_process_are_refused() {
-    let Some(driver) = machine() else { return };
+    let Some(driver) = pes() else { return };
     let errors = LocalWorld::run(3, |comm| {
         let context = Context::primary(driver.device(0).unwrap()).unwrap();
         Rails::new(&comm, &context, HEAP, Runtime::Initialize).unwrap_err().to_string()
