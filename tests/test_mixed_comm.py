@@ -276,11 +276,8 @@ def what_is_wrong_with_a_handler(device: torch.device) -> None:
         (dict(world_size=2**70), ValueError, f"{2**70} has more than 64 bits"),
     ]  # fmt: skip
     two = dict(local_size=2, local_rank=rank % 2, inter_size=2, inter_rank=rank // 2, local_dp_size=1)
-    if device.type == "cuda":
-        wrong.append((two, NotImplementedError, "inter_size is 2 and device is cuda"))
-    else:
-        both = r"local_size 2 and inter_size 2 the nodes have the ranks \[\[0, 1\], \[2, 3\]\], but those of .* \[\[0, 1, 2, 3\]\]"
-        wrong.append((two, ValueError, both))
+    both = r"local_size 2 and inter_size 2 the nodes have the ranks \[\[0, 1\], \[2, 3\]\], but those of .* \[\[0, 1, 2, 3\]\]"
+    wrong.append((two, ValueError, both))
     for changes, kind, text in wrong:
         with pytest.raises(kind, match=text):
             MixedCommHandler(**{**good, **changes})

@@ -1,5 +1,5 @@
 """``antiphon.comm.mixed_comm`` on two nodes of two ranks, which are processes of this machine that are told so: the counterparts of
-FlashInfer's cases between nodes, on the host. As in ``test_mixed_comm.py``, one world of each backend runs all checks.
+FlashInfer's cases between nodes, on the host; ``test_mixed_comm_nodes_cuda.py`` has those on GPUs. As in ``test_mixed_comm.py``, one world of each backend runs all checks.
 """
 
 import functools
@@ -155,8 +155,8 @@ def lists_between_nodes() -> None:
 def what_is_wrong_between_nodes() -> None:
     rank = dist.get_rank()
     rest = (2, 1, 1, 2, torch.float32)
-    with pytest.raises(NotImplementedError, match="inter_size is 2 and device is cuda"):
-        MixedCommHandler(rank, WORLD, rank % NODE, NODE, rank // NODE, 2, *rest, "cuda:0")
+    with pytest.raises(ValueError, match="device is cuda:99, and there are"):
+        MixedCommHandler(rank, WORLD, rank % NODE, NODE, rank // NODE, 2, *rest, "cuda:99")
     both = r"local_size 4 and inter_size 1 the nodes have the ranks \[\[0, 1, 2, 3\]\], but those of .* \[\[0, 1\], \[2, 3\]\]"
     with pytest.raises(ValueError, match=both):
         MixedCommHandler(rank, WORLD, rank, WORLD, 0, 1, 2, 2, None, None, torch.float32, "cpu")

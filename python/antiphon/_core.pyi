@@ -1428,10 +1428,12 @@ class MixedHandler:
     """The mixed collectives of a layout, on a communicator of all its ranks, which make one together.
 
     It serves tensors on the host, and on the GPU of number ``device``, whose kernels for ``dtype`` are loaded. A fused operation
-    has ``most_blocks`` there at most.
+    has ``most_blocks`` there at most. With a ``device`` and several nodes, ranks reach each other by NVSHMEM, which is initialised unless
+    this process has done so; with ``join_nvshmem`` the program must have. Each rank is a process then.
 
-    ``ValueError`` for a layout of another rank, world or nodes than the communicator's, for one of several nodes with a ``device``, and
-    on all ranks where their layouts differ."""
+    ``ValueError`` for a layout of another rank, world or nodes than the communicator's, for one of more than 32 nodes or 64 groups on
+    several nodes with a ``device``, and on all ranks where their layouts differ. ``RuntimeError`` that begins with "Failed to initialize
+    nvshmem" on all ranks, if one cannot use it."""
 
     def __new__(
         cls,
@@ -1440,6 +1442,8 @@ class MixedHandler:
         device: int | None = None,
         dtype: str = "bfloat16",
         most_blocks: int | None = None,
+        *,
+        join_nvshmem: bool = False,
     ) -> Self: ...
 
     def valid_modes(self) -> list[str]:
@@ -1449,7 +1453,8 @@ class MixedHandler:
         """The mode of a call that names no mode, for blocks of ``num_bytes`` bytes. All ranks call it together."""
 
     def tune(self, smallest: int, largest: int) -> None:
-        """Measures the modes of equal bits for blocks of these bytes, and keeps the tables. All ranks call it together."""
+        """Measures the modes of equal bits for blocks of these bytes, and keeps the tables. All ranks call it together.
+        ``NotImplementedError`` for GPUs on several nodes, as for the two below."""
 
     def release_memory(self) -> None:
         """Gives the communicator's memory for staging back to the GPUs of all ranks, and keeps its addresses: until
@@ -1463,6 +1468,10 @@ class MixedHandler:
 
         ``RuntimeError`` or ``ValueError`` on all ranks, if one fails, as for a GPU with too little memory left; it can be called again
         then. A rank that gives a ``problem`` fails with that text, and restores nothing."""
+
+    def close(self) -> None:
+        """Gives back what the handler has for itself: memory of NVSHMEM for GPUs on several nodes, otherwise nothing. All ranks call it
+        together, with nothing under way; calls of such GPUs are refused after it."""
 
     def run(
         self,

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use antiphon::device::sync::Mutex;
 use antiphon::{
     collectives::mixed::{self, MixedMode, MixedOp},
+    fabric::gpu::Runtime,
     prelude::{Communicator as Comm, FabricError, MixedLayout},
     session::SessionError,
     tensor::{Device, dlpack::ElementType},
@@ -53,7 +54,7 @@ fn mode_of(name: &str) -> PyResult<MixedMode> {
 #[pymethods]
 impl MixedHandler {
     #[new]
-    #[pyo3(signature = (comm, layout, device = None, dtype = "bfloat16", most_blocks = None))]
+    #[pyo3(signature = (comm, layout, device = None, dtype = "bfloat16", most_blocks = None, *, join_nvshmem = false))]
     fn new(
         py: Python<'_>,
         comm: Py<Communicator>,
@@ -61,6 +62,7 @@ impl MixedHandler {
         device: Option<u32>,
         dtype: &str,
         most_blocks: Option<usize>,
+        join_nvshmem: bool,
     ) -> Result<Self> {
         let (queue, layout) = (comm.get().queue()?, layout.layout());
         let element = ElementType::named(dtype);
@@ -70,7 +72,9 @@ impl MixedHandler {
         let session = comm.get().gpus().session();
         let handler = interrupt::detached(py, || {
             let host = queue.run(|comm| mixed::MixedHandler::new(comm, layout))?;
-            let gpu = device.map(|device| session.mixed(device, layout, dtype, most_blocks).map(Arc::new));
+            let runtime = if join_nvshmem { Runtime::Join } else { Runtime::Initialize };
+            let gpu =
+                device.map(|device| session.mixed(device, layout, dtype, most_blocks, runtime).map(Arc::new));
             Ok::<_, SessionError>(Handler { host: Arc::new(Mutex::new(host)), gpu: gpu.transpose()? })
         })?;
         let device = device.map_or(Device::Host, Device::Cuda);
@@ -122,6 +126,14 @@ impl MixedHandler {
                 let agree = |comm: &Comm| comm.agree("cannot restore its memory", problem);
                 Ok(interrupt::detached(py, || queue.run(agree))?)
             }
+        }
+    }
+
+    #[doc = stub!("MixedHandler.close")]
+    fn close(&self, py: Python<'_>) -> Result<()> {
+        match &self.handler.gpu {
+            Some(gpu) => Ok(interrupt::detached(py, || gpu.close())?),
+            None => Ok(()),
         }
     }
 

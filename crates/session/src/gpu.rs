@@ -48,10 +48,6 @@ impl Collectives {
         Self { gpus: Parts::new(shared), staging_bytes: Mutex::default() }
     }
 
-    pub(crate) fn shared(&self) -> &Shared {
-        self.gpus.shared()
-    }
-
     pub(crate) fn set_staging_bytes(&self, bytes: usize) {
         *lock(&self.staging_bytes) = Some(bytes);
     }
@@ -227,15 +223,26 @@ impl Gpu {
         work: impl FnOnce(&mut Self, GpuStream<'_>) -> Result,
     ) -> Result<Started<K>> {
         let context = self.context.clone();
-        let (begin, end) = (Event::new(&context)?, Event::new(&context)?);
-        begin.record(stream.on(&context))?;
         let side = match &self.sides[order as usize] {
             Some(side) => side.clone(),
             None => self.sides[order as usize].insert(context.stream()?).clone(),
         };
-        side.borrow().wait(&begin)?;
-        work(self, (&side).into())?;
-        end.record(&side)?;
-        Ok(Started::new(context, end, kept))
+        start_in(&side, (&context, stream), kept, |side| work(self, side))
     }
+}
+
+/// Begins work in a stream of the session, behind what the caller's stream has now. What is returned keeps `kept` until the work has been
+/// waited for.
+pub(crate) fn start_in<K>(
+    side: &Stream,
+    (context, stream): (&Context, GpuStream<'_>),
+    kept: K,
+    work: impl FnOnce(GpuStream<'_>) -> Result,
+) -> Result<Started<K>> {
+    let (begin, end) = (Event::new(context)?, Event::new(context)?);
+    begin.record(stream.on(context))?;
+    side.borrow().wait(&begin)?;
+    work(side.into())?;
+    end.record(side)?;
+    Ok(Started::new(context.clone(), end, kept))
 }

@@ -187,6 +187,13 @@ impl<P: Part> Parts<P> {
         })
     }
 
+    /// The part of a device, which is not open any more.
+    pub(crate) fn take(&self, device: u32) -> Option<P> {
+        let mut open = lock(&self.open);
+        let index = open.iter().position(|part| part.ordinal() == device)?;
+        Some(open.swap_remove(index))
+    }
+
     /// Returns the failure that kernels of these calls have reported, if any.
     pub(crate) fn check(&self) -> Result {
         lock(&self.open).iter().try_for_each(Part::check)

@@ -59,18 +59,7 @@ def check_world(info: ParallelInfo) -> None:
         )
 
 
-def _check_reach(info: ParallelInfo, device: torch.device) -> None:
-    """Refuses GPUs on several nodes."""
-    if info.inter_size > 1 and device.type == "cuda":
-        raise NotImplementedError(
-            f"MixedCommHandler: inter_size is {info.inter_size} and device is {device}, and mixed collectives between the GPUs of "
-            "several nodes are missing so far: the host's, device 'cpu', are there"
-        )
-
-
-def check_kind(
-    info: ParallelInfo, dtype: torch.dtype | str, device: "torch.device | str"
-) -> tuple[torch.dtype, torch.device]:
+def check_kind(dtype: torch.dtype | str, device: "torch.device | str") -> tuple[torch.dtype, torch.device]:
     dtype = dtype_of("MixedCommHandler", dtype)
     if dtype not in _DTYPES:
         raise ValueError(f"MixedCommHandler: dtype is {dtype}, not float16, bfloat16 or float32")
@@ -80,7 +69,6 @@ def check_kind(
         raise ValueError(f"MixedCommHandler: device is {device!r}, neither a CUDA device nor the CPU") from None
     if place.type not in _LARGEST:
         raise ValueError(f"MixedCommHandler: device is {place}, neither a CUDA device nor the CPU")
-    _check_reach(info, place)
     if place.type == "cpu":
         return dtype, torch.device("cpu")
     found = torch.cuda.device_count()

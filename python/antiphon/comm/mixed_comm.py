@@ -3,13 +3,15 @@ comm/mixed_comm.py, on CUDA and host tensors.
 
 Attention that runs data parallel beside an MLP that runs tensor parallel needs an all-reduce and an all-gather on the way into
 the MLP, and a reduce-scatter and an all-reduce on the way back. FlashInfer's kernels for both need NVLink multicast and NVSHMEM;
-Antiphon's need neither on one node. On several nodes it serves host tensors only, so far. The fused modes accumulate in float32 in the
+Antiphon's need no multicast, and NVSHMEM only for the GPUs of several nodes. What NVSHMEM carries between machines was tried on none:
+see the guide's page on clusters. The fused modes accumulate in float32 in the
 order of the ranks, on several nodes those of each node first and then the nodes' sums, and round once, so that they give the same bits,
 whatever the batch; the ``NCCL`` modes are ``torch.distributed``, of whatever backend, and round more often.
 """
 
 import enum
 import itertools
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -75,8 +77,10 @@ _STAGING_BYTES = 64 << 20
 SCATTERS = (_Op.REDUCESCATTER, _Op.REDUCESCATTER_ALLREDUCE)
 #: The bytes at which FlashInfer's tables begin, and of which it measures the doubles up to 128 MiB.
 _BASE_BYTES, _DOUBLES = 8192, 15
-#: Threads of a block of Antiphon's kernels.
-_THREADS = 128
+#: Blocks of a call between nodes, at most.
+_MOST_BLOCKS_BETWEEN_NODES = 16
+#: Threads of a block of Antiphon's kernels, on one node and between nodes.
+_THREADS, _THREADS_BETWEEN_NODES = 128, 256
 
 _handlers: "WeakValueDictionary[int, MixedCommHandler]" = WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -144,13 +148,14 @@ class MixedCommHandler:
     ``local_tp_size`` to ``inter_dp_size`` are as in :class:`ParallelInfo`; tensors are of ``dtype`` (float16, bfloat16 or float32)
     and on ``device`` (``"cuda:i"`` or ``"cpu"``). On CUDA, a fused operation has at most ``grid_size`` blocks (and at least one for
     each peer), if that is given. ``max_block_size``, ``min_block_size`` and ``min_num_steps`` are checked and change nothing, as the
-    blocks of Antiphon's kernels are fixed; ``ib_enable_ibgda`` and ``should_init_nvshmem`` have no effect. With
-    ``use_autotune``, calls without a mode take the fastest of the fused modes: as :meth:`run_autotune` measured on this machine, or
+    blocks of Antiphon's kernels are fixed. On several nodes with CUDA, ``ib_enable_ibgda`` is whether NVSHMEM sends from the GPU
+    (``NVSHMEM_IB_ENABLE_IBGDA``, unless the environment has it), and without ``should_init_nvshmem`` the program has initialised it,
+    as PE ``world_rank`` of ``world_size``; in other cases both have no effect. With ``use_autotune``, calls without a mode take the fastest of the fused modes: as :meth:`run_autotune` measured on this machine, or
     else by a built-in table.
 
     The ranks compare their arguments. Raises ``ValueError`` for sizes and ranks that do not fit, nodes that are not those of the ranks
     (:attr:`antiphon.Communicator.nodes`), a world of one rank, dtypes and devices that are not served, and blocks that FlashInfer would
-    refuse; ``NotImplementedError`` for several nodes on CUDA; ``RuntimeError`` without a process group, on ranks whose arguments are right while another rank's are not, and on all ranks if
+    refuse; ``RuntimeError`` that begins with "Failed to initialize nvshmem" on all ranks, if one cannot use it on several nodes with CUDA; ``RuntimeError`` without a process group, on ranks whose arguments are right while another rank's are not, and on all ranks if
     their layouts, dtypes, kinds of device, ``grid_size`` or ``use_autotune`` differ.
     """
 
@@ -189,7 +194,7 @@ class MixedCommHandler:
         try:
             self.para_info = ParallelInfo(*layout, *parts)
             _mixed.check_world(self.para_info)
-            self.dtype, self.device = _mixed.check_kind(self.para_info, dtype, device)
+            self.dtype, self.device = _mixed.check_kind(dtype, device)
             self.grid_size, self._most_blocks = _mixed.check_grid(self.device, grid_size)
             _mixed.check_blocks(max_block_size, min_block_size, min_num_steps)
             self.use_autotune = bool(use_autotune)
@@ -212,17 +217,25 @@ class MixedCommHandler:
         self._default_mode = _Mode.AUTOTUNE if self.use_autotune else by_torch
         on_gpu = [mode for mode in self.valid_mode_list if FUSED.get(mode) and self.device.type == "cuda"]
         #: The threads of a block, by what FlashInfer calls ``block_size_y``. On the host there are no blocks.
-        self.max_block_size_dict = {(op, mode): {1: _THREADS} for op in self.valid_op_list for mode in on_gpu}
+        threads = _THREADS_BETWEEN_NODES if info.use_inter else _THREADS
+        self.max_block_size_dict = {(op, mode): {1: threads} for op in self.valid_op_list for mode in on_gpu}
         self._is_prepared = False
         self._streams: Streams | None = None
         index = self.device.index
+        self._uses_nvshmem = self.device.type == "cuda" and info.use_inter
+        if self._uses_nvshmem:
+            blocks = min(self.grid_size, _MOST_BLOCKS_BETWEEN_NODES)
+            os.environ.setdefault("NVSHMEM_IB_ENABLE_IBGDA", str(int(bool(ib_enable_ibgda))))
+            os.environ.setdefault("NVSHMEM_IBGDA_NUM_RC_PER_PE", str(blocks))
         if self.device.type == "cuda":
-            if self._group is None:
-                self._comm.prepare_cuda(index, dtypes=[], staging_bytes=_STAGING_BYTES)
-            else:
+            if self._group is not None:
                 self._streams = self._group.streams_on(index)
+            elif not self._uses_nvshmem:
+                self._comm.prepare_cuda(index, dtypes=[], staging_bytes=_STAGING_BYTES)
         of_dtype = str(self.dtype).removeprefix("torch.")
-        self._core: _core.MixedHandler | None = _core.MixedHandler(self._comm, info, index, of_dtype, self._most_blocks)
+        self._core: _core.MixedHandler | None = _core.MixedHandler(
+            self._comm, info, index, of_dtype, self._most_blocks, join_nvshmem=not should_init_nvshmem
+        )
         # In this order on all ranks.
         self.local_comm_group = info.get_local_comm_group() if info.use_inter else None
         self.tp_comm_group = info.get_tp_comm_group() if info.use_mixed else None
@@ -298,14 +311,16 @@ class MixedCommHandler:
         self._running()
 
     def init_nvshmem(self) -> None:
-        """Does nothing: neither one node nor the host needs NVSHMEM. ``RuntimeError`` as :meth:`init_virtual_memory`."""
+        """Does nothing: the constructor has initialised NVSHMEM, if the layout and the device need it. ``RuntimeError`` as
+        :meth:`init_virtual_memory`."""
         self._running()
 
     def run_autotune(self) -> None:
         """Measures every mode but ``AUTOTUNE``, and keeps the fused ones' table where every handler on this machine finds it.
 
         All ranks call it together. ``AUTOTUNE`` goes by the fused modes alone, whose bits are equal; the times of the
-        ``NCCL`` modes are in ``autotune_times``.
+        ``NCCL`` modes are in ``autotune_times``. ``NotImplementedError`` on several nodes with CUDA, where ``AUTOTUNE`` goes by a
+        built-in table.
         """
         from antiphon.comm import _mixed
 
@@ -347,6 +362,8 @@ class MixedCommHandler:
                 if self._is_prepared and core is not None:  # the memory is the communicator's, which goes on
                     core.restore_memory()
                 self._comm.barrier()
+                if core is not None:
+                    core.close()
         except (RuntimeError, TimeoutError):
             # The ranks of a communicator that has failed need another one.
             forget(dist.group.WORLD)

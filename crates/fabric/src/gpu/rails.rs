@@ -98,7 +98,7 @@ impl Rails {
 
 /// Tells all ranks whether this one can, and makes errors of the library those of NVSHMEM.
 fn together<T>(comm: &Communicator, mine: Result<T, FabricError>) -> Result<T, FabricError> {
-    comm.agree("cannot", mine).map_err(|error| match error {
+    comm.agree("cannot use it", mine).map_err(|error| match error {
         FabricError::Device(_) | FabricError::InvalidArgument(_) => FabricError::Nvshmem(error.to_string()),
         other => other,
     })

@@ -4,7 +4,7 @@ use antiphon_collectives::{
     all_reduce::AllReduceOptions,
     mixed::{MixedCall, MixedOp},
 };
-use antiphon_fabric::RegisteredMemory;
+use antiphon_fabric::{RegisteredMemory, gpu::Runtime};
 use antiphon_topology::MixedLayout;
 
 use super::*;
@@ -103,7 +103,7 @@ fn each_entry_of_a_list_has_its_call() {
 fn a_mixed_handler_gathers() {
     on_gpus(patience(), |rank| {
         let layout = MixedLayout::builder(rank.world_size, rank.rank).local_tp(1).build()?;
-        let handler = rank.session.mixed(rank.device(), layout, DType::F32, None)?;
+        let handler = rank.session.mixed(rank.device(), layout, DType::F32, None, Runtime::Initialize)?;
         let (own, all) = (rank.numbers()?, rank.numbers()?);
         let input = view(&own, DType::F32, &[COUNT / 2]);
         let mut output = view_mut(&all, DType::F32, &[COUNT]);

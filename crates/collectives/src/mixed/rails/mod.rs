@@ -22,7 +22,10 @@ use antiphon_device::{
 };
 use antiphon_fabric::{
     Communicator, FabricError, Operation, Signature,
-    gpu::{Family, Grid, Launch, Pieces, REDUCE, Rails, Reduction, Runtime, Source, Tenant, Work, kernels},
+    gpu::{
+        Family, Grid, Launch, OnFailure, Pieces, REDUCE, Rails, Reduction, Runtime, Source, Tenant, Work,
+        kernels,
+    },
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
 use antiphon_tuning::Key;
@@ -283,6 +286,11 @@ impl CudaMixedNodes {
     /// As [`Tenant::check`].
     pub fn check(&self) -> Result<()> {
         Ok(self.tenant.check()?)
+    }
+
+    /// Sets the action after a kernel has given up; see [`OnFailure`].
+    pub fn on_failure(&self, action: OnFailure) {
+        self.tenant.on_failure(action);
     }
 
     /// Ends the handler on all ranks, and gives its memory back. All ranks call it together.
