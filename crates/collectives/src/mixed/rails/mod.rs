@@ -143,8 +143,8 @@ impl fmt::Debug for CudaMixedNodes {
 }
 
 impl CudaMixedNodes {
-    /// The handler of a layout, on the GPU of each rank's context. All ranks call it together. It takes half a MiB of symmetric memory for
-    /// each two nodes and block, 8 MiB at least, which [`close`](Self::close) gives back.
+    /// The handler of a layout, on the GPU of each rank's context. All ranks call it together. It takes 16 MiB of each GPU and 2 MiB for
+    /// each rank of the node, and of `N` nodes `3 N + 1` MiB of symmetric memory, which [`close`](Self::close) gives back.
     ///
     /// # Errors
     /// As [`MixedHandler::new`](super::MixedHandler::new), [`Rails::new`] and [`Tenant::between_nodes`]. [`FabricError::InvalidArgument`]
