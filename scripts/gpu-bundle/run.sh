@@ -178,6 +178,8 @@ done
 
 hint ANTIPHON_NVRTC libnvrtc.so.13 cu13/lib
 hint ANTIPHON_NCCL libnccl.so.2 nccl/lib
+hint ANTIPHON_NVJITLINK libnvJitLink.so.13 cu13/lib
+hint ANTIPHON_NVSHMEM libnvshmem_host.so.3 nvshmem/lib
 : >"$results/summary.txt"
 echo "$(gpus) GPUs, NVRTC: ${ANTIPHON_NVRTC:-where it is found}, NCCL: ${ANTIPHON_NCCL:-where it is found}"
 failed=0

@@ -12,7 +12,7 @@ use antiphon_testing::sized;
 use rustix::process::Signal;
 
 use crate::{
-    harness::{Outcome, Random, values},
+    harness::{At, Outcome, Random, values},
     processes::{World, pes, role, say},
 };
 
@@ -28,14 +28,6 @@ struct Mixed<'a> {
     gpus: CudaMixedNodes,
 }
 
-/// Memory of elements on the device.
-struct Tensor {
-    memory: DeviceMemory,
-    dtype: DType,
-    offset: usize,
-    count: usize,
-}
-
 impl<'a> Mixed<'a> {
     fn new(
         (comm, context, stream): (&'a Communicator, &'a Context, &'a Stream),
@@ -47,24 +39,21 @@ impl<'a> Mixed<'a> {
         Ok(Self { comm, stream, context, host, gpus })
     }
 
-    fn upload<T: Element>(&self, values: &[T], offset: usize) -> Outcome<Tensor> {
+    fn upload<T: Element>(&self, values: &[T]) -> Outcome<DeviceMemory> {
         let memory = DeviceMemory::allocate(self.context, size_of_val(values).max(16))?;
         memory.write(self.stream, 0, TensorView::from(values).as_bytes()?)?;
-        Ok(Tensor { memory, dtype: T::DTYPE, offset, count: values.len() - offset })
+        Ok(memory)
     }
 
-    fn queue(&self, call: MixedCall<'_>, input: &Tensor, output: &Tensor) -> Outcome {
+    fn queue(&self, call: MixedCall<'_>, input: At, output: At) -> Outcome {
         let device = Device::Cuda(self.context.device().ordinal());
-        let at = |tensor: &Tensor| {
-            (tensor.memory.pointer().0 as usize + tensor.offset * tensor.dtype.size()) as *mut u8
-        };
+        let at = |address: u64| address as usize as *mut u8;
         // SAFETY: the tests keep the memory until they have synchronised with the stream.
         unsafe {
-            let input_view =
-                TensorView::from_raw_parts(at(input), input.dtype, &[input.count], None, device)?;
-            let mut output_view =
-                TensorViewMut::from_raw_parts(at(output), output.dtype, &[output.count], None, device)?;
-            Ok(self.gpus.run(call, &input_view, &mut output_view, self.stream.borrow())?)
+            let input = TensorView::from_raw_parts(at(input.0), input.1, &[input.2], None, device)?;
+            let mut output =
+                TensorViewMut::from_raw_parts(at(output.0), output.1, &[output.2], None, device)?;
+            Ok(self.gpus.run(call, &input, &mut output, self.stream.borrow())?)
         }
     }
 
@@ -90,19 +79,20 @@ impl<'a> Mixed<'a> {
     /// Does the same on GPUs and on the host, behind `offset` elements, and compares the bits.
     fn compare<T: Element>(&self, call: MixedCall<'_>, count: usize, offset: usize) -> Outcome {
         let (input, mut expected) = self.inputs::<T>(&call, count, offset);
-        let (from, to) = (self.upload(&input, offset)?, self.upload(&expected, offset)?);
+        let (from, to) = (self.upload(&input)?, self.upload(&expected)?);
         // A mode of the host's that an operation has no use for is another of the same bits.
         let of_host = if self.gpus.layout().use_mixed() { call } else { call.mode(None) };
         self.host.run(self.comm, of_host, &input[offset..], &mut expected[offset..])?;
         self.gpus.prepare(self.comm, T::DTYPE)?;
-        self.queue(call, &from, &to)?;
+        let behind = |memory: &DeviceMemory, all: &[T]| part(memory, &all[offset..], offset);
+        self.queue(call, behind(&from, &input), behind(&to, &expected))?;
         self.same(&format!("{call:?} of {count} behind {offset}"), &to, &expected)
     }
 
-    fn same<T: Element>(&self, what: &str, got: &Tensor, expected: &[T]) -> Outcome {
+    fn same<T: Element>(&self, what: &str, got: &DeviceMemory, expected: &[T]) -> Outcome {
         let expected = TensorView::from(expected).as_bytes()?.to_vec();
         let (size, mut bytes) = (size_of::<T>(), vec![0; expected.len()]);
-        got.memory.read(self.stream, 0, &mut bytes)?;
+        got.read(self.stream, 0, &mut bytes)?;
         self.gpus.check()?; // the kernel's own error explains more than wrong results
         match bytes.chunks(size).zip(expected.chunks(size)).position(|(a, b)| a != b) {
             None => Ok(()),
@@ -121,6 +111,11 @@ impl<'a> Mixed<'a> {
     fn modes(&self) -> Vec<Option<MixedMode>> {
         self.gpus.valid_modes().iter().copied().map(Some).chain([None]).collect()
     }
+}
+
+/// Elements of this kind in memory, from the `first` on.
+fn part<T: Element>(memory: &DeviceMemory, elements: &[T], first: usize) -> At {
+    At(memory.pointer().0 + (first * size_of::<T>()) as u64, T::DTYPE, elements.len())
 }
 
 /// All layouts of the ranks on their nodes.
@@ -213,51 +208,28 @@ fn rounds(rank: Of<'_>) -> Outcome {
     let mut random = Random(7);
     for layout in layouts(rank.0) {
         let mixed = Mixed::new(rank, layout, 2)?;
-        for &op in mixed.gpus.valid_ops() {
-            for mode in mixed.modes() {
-                let call = MixedCall::from(op).mode(mode);
-                for count in [sized(200_003, 20_003), 8, 3000] {
-                    random.delay_once_in(2, rank.0);
-                    let (input, mut expected) = mixed.inputs::<bf16>(&call, count, 0);
-                    let of_host = if layout.use_mixed() { call } else { call.mode(None) };
-                    mixed.host.run(rank.0, of_host, &input, &mut expected)?;
-                    // The smaller tensor is a block of the larger one, the rank's own.
-                    let own = layout.dp_rank() * count;
-                    let gathers = matches!(op, MixedOp::AllGather | MixedOp::AllReduceAllGather);
-                    let buffer = match (op, gathers) {
-                        (MixedOp::AllReduce, _) => input.clone(),
-                        (_, true) => {
-                            let mut row = vec![bf16::from_f64(7.0); expected.len()];
-                            row[own..own + count].copy_from_slice(&input);
-                            row
-                        }
-                        _ => input.clone(),
-                    };
-                    let row = mixed.upload(&buffer, 0)?;
-                    let place = if op == MixedOp::AllReduce { 0 } else { own };
-                    let block = Tensor { memory: row.memory, dtype: DType::BF16, offset: place, count };
-                    mixed.gpus.prepare(rank.0, DType::BF16)?;
-                    let whole = |of: &Tensor| (of.memory.pointer(), buffer.len());
-                    let (pointer, len) = whole(&block);
-                    let device = Device::Cuda(rank.1.device().ordinal());
-                    let at = |element: usize| (pointer.0 as usize + 2 * element) as *mut u8;
-                    let (from, to) = match (op, gathers) {
-                        (MixedOp::AllReduce, _) => ((0, count), (0, count)),
-                        (_, true) => ((own, count), (0, len)),
-                        _ => ((0, len), (own, count)),
-                    };
-                    // SAFETY: the memory lives until it has been read.
-                    unsafe {
-                        let input =
-                            TensorView::from_raw_parts(at(from.0), DType::BF16, &[from.1], None, device)?;
-                        let mut output =
-                            TensorViewMut::from_raw_parts(at(to.0), DType::BF16, &[to.1], None, device)?;
-                        mixed.gpus.run(call, &input, &mut output, rank.2.borrow())?;
-                    }
-                    let mut after = buffer.clone();
-                    after[to.0..to.0 + to.1].copy_from_slice(&expected);
-                    mixed.same(&format!("{call:?} of {count} in place"), &block, &after)?;
-                }
+        mixed.gpus.prepare(rank.0, DType::BF16)?;
+        say(WORKING);
+        for (&op, mode) in
+            mixed.gpus.valid_ops().iter().flat_map(|op| mixed.modes().into_iter().map(move |mode| (op, mode)))
+        {
+            let call = MixedCall::from(op).mode(mode);
+            for count in [sized(200_003, 20_003), 8, 3000] {
+                random.delay_once_in(2, rank.0);
+                let (input, mut expected) = mixed.inputs::<bf16>(&call, count, 0);
+                let of_host = if layout.use_mixed() { call } else { call.mode(None) };
+                mixed.host.run(rank.0, of_host, &input, &mut expected)?;
+                // The smaller tensor is the rank's own block of the larger one, in which the input stands and the output comes.
+                let own = if op == MixedOp::AllReduce { 0 } else { layout.dp_rank() * count };
+                let mut row = input.clone();
+                row.resize(input.len().max(expected.len()), input[0]);
+                let [from, to] =
+                    [&input, &expected].map(|part| if part.len() == row.len() { 0 } else { own });
+                row[from..from + input.len()].copy_from_slice(&input);
+                let memory = mixed.upload(&row)?;
+                mixed.queue(call, part(&memory, &input, from), part(&memory, &expected, to))?;
+                row[to..to + expected.len()].copy_from_slice(&expected);
+                mixed.same(&format!("{call:?} of {count} in place"), &memory, &row)?;
             }
         }
         mixed.gpus.close(rank.0)?;
@@ -281,13 +253,13 @@ fn bursts(rank: Of<'_>) -> Outcome {
             let mut expected = vec![7f32; to];
             let of_host = if layout.use_mixed() { call } else { call.mode(None) };
             mixed.host.run(rank.0, of_host, &input, &mut expected)?;
-            calls.push((call, mixed.upload(&input, 0)?, mixed.upload(&vec![7f32; to], 0)?, expected));
+            calls.push((call, mixed.upload(&input)?, input, mixed.upload(&vec![7f32; to])?, expected));
         }
-        for (call, from, to, _) in &calls {
+        for (call, from, input, to, expected) in &calls {
             random.delay_once_in(6, rank.0);
-            mixed.queue(*call, from, to)?;
+            mixed.queue(*call, part(from, input, 0), part(to, expected, 0))?;
         }
-        for (number, (call, _, to, expected)) in calls.iter().enumerate() {
+        for (number, (call, _, _, to, expected)) in calls.iter().enumerate() {
             mixed.same(&format!("{call:?}, call {number} of a burst"), to, expected)?;
         }
         mixed.gpus.close(rank.0)?;
@@ -303,20 +275,19 @@ fn graphs(rank: Of<'_>) -> Outcome {
         for &op in mixed.gpus.valid_ops() {
             let modes = mixed.modes();
             let calls: Vec<_> = modes.iter().map(|mode| MixedCall::from(op).mode(*mode)).collect();
-            let tensors = |call: &MixedCall<'_>| -> Outcome<(Tensor, Tensor, Vec<f32>)> {
+            let tensors = |call: &MixedCall<'_>| -> Outcome<_> {
                 let (input, mut expected) = mixed.inputs::<f32>(call, 1500, 0);
-                let (from, to) = (mixed.upload(&input, 0)?, mixed.upload(&expected, 0)?);
+                let (from, to) = (mixed.upload(&input)?, mixed.upload(&expected)?);
                 mixed.host.run(rank.0, call.mode(None), &input, &mut expected)?;
-                Ok((from, to, expected))
+                Ok((from, input, to, expected))
             };
             for length in 1..=3 {
                 let captured: Vec<_> = calls.iter().cycle().take(length).collect();
                 let memory = captured.iter().map(|call| tensors(call)).collect::<Outcome<Vec<_>>>()?;
                 let graph = Graph::capture(rank.2, |_| {
-                    captured
-                        .iter()
-                        .zip(&memory)
-                        .try_for_each(|(call, (from, to, _))| mixed.queue(**call, from, to))
+                    captured.iter().zip(&memory).try_for_each(|(call, (from, input, to, expected))| {
+                        mixed.queue(**call, part(from, input, 0), part(to, expected, 0))
+                    })
                 })?
                 .instantiate()?;
                 for call in &calls {
@@ -326,7 +297,7 @@ fn graphs(rank: Of<'_>) -> Outcome {
                 }
                 // SAFETY: as above.
                 unsafe { graph.launch(rank.2) }?;
-                for (call, (_, to, expected)) in captured.iter().zip(&memory) {
+                for (call, (_, _, to, expected)) in captured.iter().zip(&memory) {
                     mixed.same(&format!("{call:?} in a graph of {length}"), to, expected)?;
                 }
             }
@@ -346,8 +317,8 @@ fn for_ever(rank: Of<'_>) -> Outcome {
         let mode = mixed.gpus.valid_modes()[call % mixed.gpus.valid_modes().len()];
         let call = MixedCall::from(mixed.gpus.valid_ops()[0]).mode(mode);
         let (input, output) = mixed.inputs::<f32>(&call, 5000, 0);
-        let (from, to) = (mixed.upload(&input, 0)?, mixed.upload(&output, 0)?);
-        mixed.queue(call, &from, &to)?;
+        let (from, to) = (mixed.upload(&input)?, mixed.upload(&output)?);
+        mixed.queue(call, part(&from, &input, 0), part(&to, &output, 0))?;
         rank.2.borrow().synchronize()?;
         mixed.gpus.check()?;
     }
@@ -362,8 +333,8 @@ fn disagree(rank: Of<'_>) -> Outcome {
     let call = MixedCall::from(MixedOp::AllReduce);
     let count = 1000 + rank.0.rank();
     let (input, output) = mixed.inputs::<f32>(&call, count, 0);
-    let (from, to) = (mixed.upload(&input, 0)?, mixed.upload(&output, 0)?);
-    mixed.queue(call, &from, &to)?;
+    let (from, to) = (mixed.upload(&input)?, mixed.upload(&output)?);
+    mixed.queue(call, part(&from, &input, 0), part(&to, &output, 0))?;
     rank.2.borrow().synchronize()?;
     mixed.gpus.check()?;
     Ok(())
@@ -381,12 +352,12 @@ fn refused(rank: Of<'_>) -> Outcome {
     let mixed = Mixed::new(rank, layouts(comm)[0], 4)?;
     let call = MixedCall::from(mixed.gpus.valid_ops()[0]).mode(MixedMode::Composed);
     let (input, output) = mixed.inputs::<f32>(&call, 10, 0);
-    let (from, to) = (mixed.upload(&input, 0)?, mixed.upload(&output, 0)?);
-    let text = mixed.queue(call, &from, &to).unwrap_err().to_string();
+    let (from, to) = (mixed.upload(&input)?, mixed.upload(&output)?);
+    let (whole, out) = (part(&from, &input, 0), part(&to, &output, 0));
+    let text = mixed.queue(call, whole, out).unwrap_err().to_string();
     assert!(text.contains("not composed"), "{text}");
-    let long = Tensor { count: 9, ..from };
     let call = MixedCall::from(mixed.gpus.valid_ops()[0]);
-    assert!(mixed.queue(call, &long, &to).is_err());
+    assert!(mixed.queue(call, part(&from, &input[1..], 0), out).is_err());
     every_call::<f32>(&mixed, &[10], 0)?;
     Ok(mixed.gpus.close(comm)?)
 }
