@@ -61,4 +61,4 @@ pub use port::free_port;
 pub use record::{Need, need};
 pub use taken::{CountingAllocator, Taken, allocations, frees};
 pub use tensor::{Alignment, Tensor, UNWRITTEN};
-pub use world::{World, role, say, say_error};
+pub use world::{World, pes, role, say, say_error};

@@ -50,8 +50,11 @@ pub fn say_error(error: &FabricError) {
 }
 
 /// The driver of GPUs, where processes on several nodes can be PEs of NVSHMEM; on one GPU if there is only one.
+///
+/// # Panics
+/// If UCX is there and does not work.
 pub fn pes() -> Option<&'static antiphon_device::cuda::Driver> {
-    use antiphon_testing::{Need, gpus, need, nvjitlink, nvrtc, nvshmem};
+    use crate::{Need, gpus, need, nvjitlink, nvrtc, nvshmem};
     let found = match Ucx::open(0, 1) {
         Err(error @ EngineError::Library(_)) => Err(error),
         opened => Ok(opened.unwrap()),
@@ -136,7 +139,7 @@ impl World {
         timeout: Duration,
         variables: &[(&str, &str)],
     ) -> Self {
-        let port = antiphon_testing::free_port().to_string();
+        let port = crate::free_port().to_string();
         let nodes: Vec<usize> =
             of_each.iter().enumerate().flat_map(|(node, ranks)| std::iter::repeat_n(node, *ranks)).collect();
         let command = |rank: usize, program: &Path| {

@@ -19,8 +19,6 @@ mod mixed_graphs;
 mod named;
 mod nodes;
 mod orders;
-#[path = "../../../fabric/tests/processes/mod.rs"]
-mod processes;
 mod registered;
 mod repeated;
 mod streams;

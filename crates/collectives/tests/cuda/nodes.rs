@@ -1,5 +1,5 @@
 //! Mixed collectives of GPUs on several nodes. Ranks are processes, each a PE of NVSHMEM, on one GPU if there is only one; see
-//! `processes`. On the emulator NVSHMEM carries what passes between nodes, late and in another order, and with
+//! `World::of_pes`. On the emulator NVSHMEM carries what passes between nodes, late and in another order, and with
 //! `ANTIPHON_EMULATOR_REACH=all` stores do.
 
 use std::time::{Duration, Instant};
@@ -8,13 +8,10 @@ use antiphon_collectives::mixed::{CudaMixedNodes, MixedCall, MixedHandler, Mixed
 use antiphon_device::cuda::{Context, DeviceMemory, Driver, Graph, Stream};
 use antiphon_fabric::{Communicator, gpu::Runtime};
 use antiphon_tensor::{DType, Device, Element, TensorView, TensorViewMut, bf16, f16};
-use antiphon_testing::sized;
+use antiphon_testing::{World, pes, role, say, sized};
 use rustix::process::Signal;
 
-use crate::{
-    harness::{At, Outcome, Random, values},
-    processes::{World, pes, role, say},
-};
+use crate::harness::{At, Outcome, Random, values};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 const NEAR: [(&str, &str); 1] = [("ANTIPHON_EMULATOR_REACH", "all")];

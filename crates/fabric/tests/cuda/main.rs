@@ -3,8 +3,6 @@
 
 mod late;
 mod order;
-#[path = "../processes/mod.rs"]
-mod processes;
 mod rails;
 mod room;
 use std::time::Duration;

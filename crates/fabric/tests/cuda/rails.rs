@@ -9,7 +9,7 @@ use antiphon_fabric::{
     gpu::{Family, Grid, Launch, Pieces, Rails, Runtime, Source, Tenant, Work, kernels},
 };
 
-use crate::processes::{World, pes, role, say};
+use antiphon_testing::{World, pes, role, say};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 const HEAP: usize = 1 << 20;

@@ -4,8 +4,6 @@
 mod experts;
 mod handed_out;
 mod nodes;
-#[path = "../../../fabric/tests/processes/mod.rs"]
-mod processes;
 
 use std::{
     sync::{Arc, mpsc},

@@ -6,7 +6,7 @@ use antiphon_fabric::{Communicator, gpu::Runtime};
 use antiphon_topology::MixedLayout;
 
 use super::*;
-use crate::processes::{World, pes, role, say};
+use antiphon_testing::{World, pes, role, say};
 
 #[test]
 fn rank_process() {

@@ -30,24 +30,6 @@ constexpr u32 HEADER = 16;             // a mailbox begins with the tag of the c
 constexpr u32 MAIL = HEADER + MAIL_BYTES;
 constexpr u32 WIDE = COPIES ? 16 : LANES * 4; // bytes of a vector's sum
 
-// Rust's `Between` has the same layout.
-struct between {
-    u8* heap;               // this rank's symmetric memory
-    u8* near[MAX_NODES];    // that of the rail's other ranks, where stores reach it
-    u64 at[MAX_GROUPS];     // bytes from the start of the row of blocks
-    u64 region;             // bytes from the start of an arena
-    u32 count[MAX_GROUPS];  // elements
-    u32 nodes, node;
-    u32 local_tp, inter_tp;
-    u32 groups;
-    u32 most;               // elements of the longest block
-    u32 adders, owners;     // `owners`: ranks of a rail that divide its sums
-    u32 step;               // vectors of a piece
-    u32 rounds;
-    u32 whole;
-    u32 hears_results;      // whether there are RESULTS
-};
-
 // At the start of each block's part of a region.
 struct progress {
     u64 round; // the last

@@ -18,13 +18,13 @@ use std::fmt;
 
 use antiphon_device::{
     ReduceOp,
-    cuda::{Context, KernelArgument, Program, StreamRef},
+    cuda::{Context, Program, StreamRef},
 };
 use antiphon_fabric::{
     Communicator, FabricError, Operation, Signature,
     gpu::{
         Family, Grid, Launch, OnFailure, Pieces, REDUCE, Rails, Reduction, Runtime, Source, Tenant, Work,
-        kernels,
+        kernel_call, kernels,
     },
 };
 use antiphon_tensor::{DType, Device, TensorView, TensorViewMut};
@@ -62,7 +62,7 @@ impl Family for Exchange {
     type Arguments = Between;
     const NAME: &'static str = "between.cuh";
     const SOURCES: &'static [Source] =
-        &[REDUCE, Source::new("rails/between.cuh", include_str!("between.cuh"))];
+        &[REDUCE, Between::SOURCE, Source::new("rails/between.cuh", include_str!("between.cuh"))];
     const PUTS: bool = true;
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
@@ -95,31 +95,37 @@ impl Family for Exchange {
     }
 }
 
-/// `between` of between.cuh.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(crate) struct Between {
-    heap: u64,
-    near: [u64; MAX_NODES],
-    at: [u64; MAX_GROUPS],
-    region: u64,
-    count: [u32; MAX_GROUPS],
-    nodes: u32,
-    node: u32,
-    local_tp: u32,
-    inter_tp: u32,
-    groups: u32,
-    most: u32,
-    adders: u32,
-    owners: u32,
-    step: u32,
-    rounds: u32,
-    whole: u32,
-    hears_results: u32,
+kernel_call! {
+    /// A call between nodes.
+    pub(crate) struct Between = "between" {
+        /// This rank's symmetric memory.
+        heap: *mut u8,
+        /// That of the rail's other ranks, where stores reach it.
+        near: [*mut u8; MAX_NODES],
+        /// Bytes from the start of the row of blocks.
+        at: [u64; MAX_GROUPS],
+        /// Bytes from the start of an arena.
+        region: u64,
+        /// Elements.
+        count: [u32; MAX_GROUPS],
+        nodes: u32,
+        node: u32,
+        local_tp: u32,
+        inter_tp: u32,
+        groups: u32,
+        /// Elements of the longest block.
+        most: u32,
+        adders: u32,
+        /// Ranks of a rail that divide its sums.
+        owners: u32,
+        /// Vectors of a piece.
+        step: u32,
+        rounds: u32,
+        whole: u32,
+        /// Whether there are RESULTS.
+        hears_results: u32,
+    }
 }
-
-// SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32, an even number.
-unsafe impl KernelArgument for Between {}
 
 /// The mixed collectives of a layout on several nodes, on the GPUs of all its ranks, each in a process of its own. All ranks make the
 /// same calls in the same order.
