@@ -561,7 +561,8 @@ fn a_soak_of_every_form_on_2_gpus() {
 /// A rank that does not come is named when the deadline has passed; nothing waits for ever.
 #[test]
 fn a_rank_that_does_not_come_is_named_on_2_gpus() {
-    on_gpus(2, MoeConfig::for_gpus(), |rank| {
+    let deadline = sized(DEADLINE, Duration::from_secs(60));
+    with_deadline(deadline, 2, MoeConfig::for_gpus(), |rank| {
         let case = Case { dtype: DType::BF16, ..Case::new(2, 8, 2) };
         let (layout, ..) = on_host(rank, &case)?;
         let mut calls = Calls::new(rank, &case, &layout)?;
@@ -571,7 +572,7 @@ fn a_rank_that_does_not_come_is_named_on_2_gpus() {
         rank.comm.barrier()?;
         if rank.comm.rank() == 1 {
             // Until the other has given up.
-            std::thread::sleep(Duration::from_secs(25));
+            std::thread::sleep(deadline + Duration::from_secs(5));
             return Ok(());
         }
         calls.run(rank)?;
