@@ -10,7 +10,7 @@ use antiphon_testing::{
 
 use crate::{
     by_expert::family::{ByExpertMoving, ByExpertSumming, Experts, Listing, Placing},
-    by_token::cuda::{Moving, Notifying, Staging, Summing},
+    by_token::family::{Moving, Notifying, Staging, Summing},
     layout::cuda::Counting,
     slots::{
         CombineFormat, SlotFormat,

@@ -35,10 +35,9 @@ impl Base {
     }
 }
 
-/// The addresses of a launch, by [`Base::number`]; `bases` of `plan_call`.
+/// The addresses of a launch, by [`Base::number`].
 #[derive(Debug, Clone, Copy)]
-#[repr(transparent)]
-pub(super) struct Bases([u64; 3 + 3 * MAX_WORLD]);
+pub(super) struct Bases(pub(super) [u64; 3 + 3 * MAX_WORLD]);
 
 impl Bases {
     /// Those of tensors whose shared ones are where they are on all ranks.

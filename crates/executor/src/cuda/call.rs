@@ -164,7 +164,7 @@ impl CudaPlan {
                 },
                 work: Work::new(prepared.signature(number, places)),
                 arguments: PlanCall {
-                    bases,
+                    bases: bases.0,
                     places: places.unwrap_or(0).into(),
                     ..prepared.part(number).call
                 },

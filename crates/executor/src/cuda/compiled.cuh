@@ -12,8 +12,7 @@ struct block_steps {
     bool has_failed;
 };
 
-// The part of a block that is copied, as it lies in the table: in one piece, so that nothing is loaded to find the rest. Rust's `Table` has the
-// same layout.
+// The part of a block that is copied, as it lies in the table: in one piece, so that nothing is loaded to find the rest.
 struct alignas(16) block_table {
     plan_block block;
     plan_step steps[MOST_STEPS];
@@ -297,7 +296,7 @@ execute(const __grid_constant__ arguments a, const __grid_constant__ plan_call p
     // The launch before writes nothing of the table, but the flag that tells which half of the scratch is next.
     if constexpr (IS_COPIED)
         if (p.halves == 1) copy_table(p, blockIdx.x);
-    pdl_wait();
+    begin_kernel<AT_END>(a);
     const block_end end(a);
     if constexpr (IS_COPIED)
         if (p.halves != 1) copy_table(p, number_of_block(p, next_flag(p)));

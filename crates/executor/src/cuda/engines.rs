@@ -41,7 +41,7 @@ pub(super) const REQUESTS: usize = 512;
 const ALERT: Duration = Duration::from_millis(1);
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// A slot; `plan_request` of steps.cuh.
+/// A slot; `plan_request` of table.cuh.
 #[repr(C, align(32))]
 struct Slot {
     /// The number of its request, from 1, once it is there.

@@ -3,12 +3,12 @@
 
 use std::{fmt, sync::Arc};
 
-use antiphon_device::cuda::{KernelArgument, Program};
-use antiphon_fabric::gpu::{Family, Source, kernels};
+use antiphon_device::cuda::Program;
+use antiphon_fabric::gpu::{Family, MAX_WORLD, Source, kernel_call, kernels};
 use antiphon_plan::{REDUCE_OPS, ReduceOp};
 use antiphon_tensor::DType;
 
-use super::{bases::Bases, engines::REQUESTS, listing::Kind};
+use super::{engines::REQUESTS, listing::Kind};
 use crate::PacketKind;
 
 kernels! {
@@ -18,27 +18,34 @@ kernels! {
     }
 }
 
-/// `plan_call` of ops.cuh.
-#[derive(Debug, Clone, Copy)]
-#[repr(C)]
-pub(super) struct PlanCall {
-    pub(super) blocks: u64,
-    pub(super) steps: u64,
-    pub(super) items: u64,
-    pub(super) flags: u64,
-    pub(super) cleared: u64,
-    pub(super) packets: u64,
-    pub(super) packet_bytes: u64,
-    pub(super) halves: u64,
-    pub(super) size: u64,
-    pub(super) places: u64,
-    pub(super) requests: u64,
-    pub(super) requested: u64,
-    pub(super) bases: Bases,
+kernel_call! {
+    /// What steps share.
+    #[derive(Debug)]
+    pub(super) struct PlanCall = "plan_call" {
+        pub(super) blocks: *const plan_block,
+        pub(super) steps: *const plan_step,
+        pub(super) items: *const plan_item,
+        /// Of the last launch: a copy for each block.
+        pub(super) flags: *mut u32,
+        /// Of the blocks that have cleared packets.
+        pub(super) cleared: *mut plan_counter,
+        /// All packets that come to this rank.
+        pub(super) packets: *mut u8,
+        pub(super) packet_bytes: u64,
+        /// Of the scratch, which launches take in turn; the table has the blocks of each.
+        pub(super) halves: u64,
+        /// The number of the plan's size among all of the communicator; 0 if ranks meet before each launch.
+        pub(super) size: u64,
+        /// Of registered tensors: a digest.
+        pub(super) places: u64,
+        /// The FIFO of requests to copy engines, if these do the work of ports.
+        pub(super) requests: *mut plan_request,
+        /// How many of them are done, and how many were made.
+        pub(super) requested: *mut plan_counter,
+        /// Where tensors begin in this launch: this rank's, all ranks' shared ones, and all ranks' staging.
+        pub(super) bases: [u64; 3 + 3 * MAX_WORLD],
+    }
 }
-
-// SAFETY: the layout of the kernel's struct: words of 64 bits.
-unsafe impl KernelArgument for PlanCall {}
 
 /// The operator of a step, as a number; steps that move bytes have 0.
 pub(super) fn operator(op: Option<ReduceOp>) -> u32 {
@@ -103,6 +110,8 @@ impl Family for PlanFamily {
     type Arguments = PlanCall;
     const NAME: &'static str = "plan.cuh";
     const SOURCES: &'static [Source] = &[
+        Source { name: "executor/table.cuh", text: include_str!("table.cuh") },
+        PlanCall::SOURCE,
         Source { name: "executor/ops.cuh", text: include_str!("ops.cuh") },
         Source { name: "executor/steps.cuh", text: include_str!("steps.cuh") },
     ];

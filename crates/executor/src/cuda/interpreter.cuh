@@ -129,7 +129,7 @@ DEVICE bool work(const launch& l, u32& round, awaited& w) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 execute(const __grid_constant__ arguments a, const __grid_constant__ plan_call p) {
-    pdl_wait();
+    begin_kernel<AT_END>(a);
     const block_end end(a);
     if (!begin_launch(a, p)) return;
     set_loop(NO_LOOP, 0);

@@ -1,4 +1,4 @@
-// What the operations of a plan do with data. Behind slots.cuh, for a program that has ELEMENT, PAYLOAD and the operators.
+// What the operations of a plan do with data. Behind table.cuh and `plan_call`, for a program that has ELEMENT, PAYLOAD and the operators.
 //
 // A step has sources and destinations, each of them plain or packets. It moves bytes if it has one source, or reduces elements: in
 // the order of the sources, each result rounded once, as on the host.
@@ -23,59 +23,6 @@ typedef combined<T>::type A;
 DEVICE A combine(u32 op, A a, A b) {
     return op == OPERATOR_SUM ? plus(a, b) : op == OPERATOR_MIN ? minimum(a, b) : maximum(a, b);
 }
-
-// An operand of a step, or the counter of a channel. Rust's `Item` has the same layout.
-struct alignas(16) plan_item {
-    u64 at;   // bytes from the base
-    u32 base; // the number of the base of the launch; that of number 0 is 0
-    u32 rank; // the rank that sends these packets, or through this channel
-};
-
-// A step of a thread block. Rust's `Table` has the same layout.
-struct alignas(16) plan_step {
-    u32 kind;
-    u32 detail;   // the operator; or whether a signal is relaxed, how many blocks meet, how many steps a loop has
-    u32 first;    // of the step's items: plain sources, packets, plain destinations, packets
-    u32 by_turn;  // whether each turn of a loop does a part of the share
-    u32 counts[4];
-    u64 share[2]; // the block's bytes of the operation; of a loop, the number of turns and the bytes of each
-    u64 span[2];  // the step's bytes of the operation, of one chunk if chunks are padded as packets
-};
-DEVICE u32 sources_of(const plan_step& s) { return s.counts[0] + s.counts[1]; }
-DEVICE u32 items_of(const plan_step& s) { return s.counts[0] + s.counts[1] + s.counts[2] + s.counts[3]; }
-
-// Signals of a channel, releases of a semaphore or arrivals at a barrier since the plan was loaded, and how many of them were taken.
-struct alignas(16) plan_counter {
-    u64 count, taken;
-};
-
-// Where the steps of a thread block are, and their items. Rust's `Table` has the same layout.
-struct alignas(16) plan_block {
-    u32 first_step, first_item, steps, items;
-    u32 shape; // which case of a compiled kernel does them
-};
-
-// A request to a copy engine, in the host's memory: engines.rs. It copies bytes, or if there are none raises the count at `to`.
-struct alignas(32) plan_request {
-    u64 number, from, to, bytes;
-};
-
-// What steps share. Rust's `PlanCall` has the same layout.
-struct plan_call {
-    const plan_block* blocks;
-    const plan_step* steps;
-    const plan_item* items;
-    u32* flags;             // of the last launch: a copy for each block
-    plan_counter* cleared;  // of the blocks that have cleared packets
-    u8* packets;            // all packets that come to this rank
-    u64 packet_bytes;
-    u64 halves;             // of the scratch, which launches take in turn; the table has the blocks of each
-    u64 size;               // the number of the plan's size among all of the communicator; 0 if ranks meet before each launch
-    u64 places;             // of registered tensors: a digest
-    plan_request* requests; // the FIFO of requests to copy engines, if these do the work of ports
-    plan_counter* requested;       // how many of them are done, and how many were made
-    u64 bases[3 + 3 * MAX_WORLD]; // where tensors begin in this launch: this rank's, all ranks' shared ones, and all ranks' staging
-};
 
 // Where an operand is in this launch.
 DEVICE u64 address_of(const plan_call& p, const plan_item& it) { return it.at + p.bases[it.base]; }

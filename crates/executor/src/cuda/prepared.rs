@@ -194,7 +194,7 @@ impl CudaPlan {
             places: 0,
             requests: self.memory.engines.as_ref().map_or(0, |engines| engines.fifo().0),
             requested: self.memory.counters.requests(self.rank).0,
-            bases: Bases::none(),
+            bases: Bases::none().0,
         };
         Ok((call, memory))
     }

@@ -6,7 +6,7 @@ use super::{
     memory::Places,
 };
 
-/// `plan_item` of ops.cuh.
+/// `plan_item` of table.cuh.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Item {
     pub(super) at: u64,

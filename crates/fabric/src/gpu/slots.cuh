@@ -416,10 +416,11 @@ DEVICE void push(const arguments& a, const turn& t, u32 lane, u32 index, uint4 v
     for (u32 k = 0; k < PEERS; ++k) store16_volatile(a.peer[k] + at, v);
 }
 
-// What a kernel begins with, which may begin while the kernel ahead in the stream ends.
-DEVICE void begin_kernel(const arguments& a) {
+// What a kernel begins with, which may begin while the kernel ahead in the stream ends. EARLIEST is the earliest that any launch of it lets
+// the kernel behind start.
+template <u32 EARLIEST = AT_START> DEVICE void begin_kernel(const arguments& a) {
     pdl_wait();
-    if (a.dependents == AT_START) pdl_launch_dependents();
+    if (EARLIEST == AT_START && a.dependents == AT_START) pdl_launch_dependents();
 }
 
 #define KERNEL_WITH(name, parameters, references, passed)                                                   \

@@ -3,14 +3,7 @@
 // A rank has two slots for each sender, which calls use in turn, and a word in each that has the number of the call which filled it. A
 // rank sends call e + 2 when it has heard of call e + 1 from all: then they have read what it sent in call e.
 
-constexpr u32 MOST_RANKS = 8, ROW_BYTES = 4096;
-
-// Rust's `Mail` has the same layout.
-struct mail {
-    u8* own;               // symmetric memory: the call's number, the signals, rows that came, and rows to be sent
-    u8* near[MOST_RANKS];  // that of each rank, where stores reach it
-    u32 rank, ranks;
-};
+constexpr u32 ROW_BYTES = 4096;
 
 DEVICE u64* signal_of(u8* memory, u32 slot, u32 sender) { return (u64*)memory + 16 + slot * MOST_RANKS + sender; }
 DEVICE u8* row_of(u8* memory, u32 slot, u32 sender) { return memory + 4096 + (slot * MOST_RANKS + sender) * ROW_BYTES; }
@@ -18,7 +11,7 @@ DEVICE u8* sent_of(u8* memory, u32 slot) { return row_of(memory, 2, slot); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 puts_to_all(const __grid_constant__ arguments a, const __grid_constant__ mail p) {
-    pdl_wait();
+    begin_kernel<AT_END>(a);
     const u64 call = *(u64*)p.own + 1;
     const u32 slot = call % 2, words = ROW_BYTES / 4;
     for (u32 i = threadIdx.x; i < words; i += blockDim.x) {

@@ -3,10 +3,10 @@
 
 use std::time::Duration;
 
-use antiphon_device::cuda::{Context, DeviceMemory, Driver, KernelArgument};
+use antiphon_device::cuda::{Context, DeviceMemory, Driver, Program};
 use antiphon_fabric::{
     Communicator, FabricError, LocalWorld, Operation, Signature,
-    gpu::{Family, Grid, Launch, Pieces, Rails, Runtime, Source, Tenant, Work, kernels},
+    gpu::{Family, Grid, Launch, Pieces, Rails, Runtime, Source, Tenant, Work, kernel_call, kernels},
 };
 
 use antiphon_testing::{World, pes, role, say};
@@ -28,22 +28,25 @@ impl Family for ToAll {
     type Kernel = PutsKernel;
     type Arguments = Mail;
     const NAME: &'static str = "puts.cuh";
-    const SOURCES: &'static [Source] = &[Source::new("puts.cuh", include_str!("puts.cuh"))];
+    const SOURCES: &'static [Source] = &[Mail::SOURCE, Source::new("puts.cuh", include_str!("puts.cuh"))];
     const PUTS: bool = true;
+
+    fn define(&self, program: Program, _world_size: usize) -> Program {
+        program.define("MOST_RANKS", MOST_RANKS)
+    }
 }
 
-/// `mail` of puts.cuh.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Mail {
-    own: u64,
-    near: [u64; MOST_RANKS],
-    rank: u32,
-    ranks: u32,
+kernel_call! {
+    /// A call of a rank.
+    struct Mail = "mail" {
+        /// Symmetric memory: the call's number, the signals, rows that came, and rows to be sent.
+        own: *mut u8,
+        /// That of each rank, where stores reach it.
+        near: [*mut u8; MOST_RANKS],
+        rank: u32,
+        ranks: u32,
+    }
 }
-
-// SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32, an even number.
-unsafe impl KernelArgument for Mail {}
 
 /// A world of processes on nodes that have this many ranks.
 fn world(of_each: &[usize], role: &str, variables: &[(&str, &str)]) -> World {

@@ -23,7 +23,10 @@ use super::{
 };
 use crate::{
     RowFormat,
-    by_token::cuda::{NotifyCall, Notifying, RegionCall, SUMMED, UNBOUNDED},
+    by_token::{
+        cuda::SUMMED,
+        family::{NotifyCall, Notifying, RegionCall, UNBOUNDED},
+    },
     cuda::{Arrived, Blocks, CudaMoe, Memory, Plan, RouteMemory, RouteWords},
     error::{MoeError, Result, refused},
     tensors::{Name, VECTOR},

@@ -1,12 +1,12 @@
 //! The families of the kernels of `list.cuh`, `place.cuh`, `dispatch.cuh` and `combine.cuh`, and the kernels' arguments.
 
 use antiphon_device::cuda::Program;
-use antiphon_fabric::gpu::{Family, REDUCE, ROWS, Reduction, Source, kernels};
+use antiphon_fabric::gpu::{Family, REDUCE, ROWS, Reduction, Source, kernel_call, kernels};
 use antiphon_operation::ReduceOp;
 use antiphon_tensor::DType;
 
 use crate::{
-    by_token::cuda::{PIPELINE, REGION, RegionCall, SUMS, Stages, Staging, Warps, family, kernel_call},
+    by_token::family::{PIPELINE, REGION, RegionCall, SUMS, Stages, Staging, Warps, family},
     cuda::THREADS,
     layout::MAX_LOCAL_EXPERTS,
 };
@@ -38,25 +38,120 @@ kernels! {
 }
 
 kernel_call! {
-    /// `list_call` of list.cuh.
-    ListCall { map bits of_chunk all number in_rank per_expert most; tokens experts chunk }
-}
-kernel_call! {
-    /// `place_call` of place.cuh.
-    PlaceCall { chosen_by counts first kept padded overflow received needed; local multiple limit }
-}
-kernel_call! {
-    /// `by_expert_rows_call` of dispatch.cuh.
-    ByExpertRowsCall {
-        counts starts heads most all number first kept places x scales probs to_x to_scales to_probs;
-        [region: RegionCall] tokens rows row_bytes scales_of_row local is_by_token
+    /// Of a routing map, for the lists of its choices. A unit is 32 tokens, a chunk the units that a block has at a time.
+    pub(crate) struct ListCall = "list_call" {
+        /// `[tokens, experts]`.
+        pub(super) map: *const u8,
+        /// `[units, experts]`.
+        pub(super) bits: *mut u32,
+        /// `[chunks, experts]`: how many of a chunk's tokens choose each expert.
+        pub(super) of_chunk: *mut u32,
+        /// As in `choices` of choices.cuh.
+        pub(super) all: *mut u32,
+        pub(super) number: *mut u16,
+        /// `[tokens, WORLD]`: whether there are any.
+        pub(super) in_rank: *mut u8,
+        /// `[experts]`: how many tokens choose each.
+        pub(super) per_expert: *mut u32,
+        /// The most choices of a token at one rank.
+        pub(super) most: *mut u32,
+        pub(super) tokens: u32,
+        pub(super) experts: u32,
+        /// Units of a chunk.
+        pub(super) chunk: u32,
     }
 }
+
 kernel_call! {
-    /// `by_expert_sums_call` of combine.cuh.
-    ByExpertSumsCall {
-        counts starts heads most all number places rows probs output to_probs;
-        [region: RegionCall] tokens row_bytes local is_by_token
+    /// Where the rows of each expert are.
+    pub(crate) struct PlaceCall = "place_call" {
+        /// `[WORLD, local]`, as in [`NotifyCall`](crate::by_token::family::NotifyCall).
+        pub(super) chosen_by: *const u32,
+        /// `[WORLD, WORLD]`, as there.
+        pub(super) counts: *const u32,
+        /// `[WORLD, local]`: the row of the first token of each rank for each expert, room or not.
+        pub(super) first: *mut u32,
+        /// `[local]`: tokens that there is room for.
+        pub(super) kept: *mut u32,
+        /// `[local]`: the rows of these, with the padding.
+        pub(super) padded: *mut u32,
+        /// Whether there is no room for some.
+        pub(super) overflow: *mut u32,
+        /// How many tokens arrive.
+        pub(super) received: *mut u32,
+        /// How many rows there would be without a limit, with the padding.
+        pub(super) needed: *mut u32,
+        pub(super) local: u32,
+        pub(super) multiple: u32,
+        pub(super) limit: u32,
+    }
+}
+
+kernel_call! {
+    /// A dispatch by a routing map. `N` tokens arrive.
+    pub(crate) struct ByExpertRowsCall = "by_expert_rows_call" {
+        /// As in [`NotifyCall`](crate::by_token::family::NotifyCall), and so below.
+        pub(super) counts: *const u32,
+        pub(super) starts: *const u32,
+        pub(super) heads: *const i32,
+        pub(super) most: *const u32,
+        /// As in `choices` of choices.cuh.
+        pub(super) all: *const u32,
+        pub(super) number: *const u16,
+        /// As in [`PlaceCall`].
+        pub(super) first: *const u32,
+        pub(super) kept: *const u32,
+        /// `[N, local]`: the row of a received token for each expert, or -1.
+        pub(super) places: *mut i32,
+        /// `[tokens, row_bytes]`.
+        pub(super) x: *const u8,
+        /// `[tokens, scales_of_row]`.
+        pub(super) scales: *const u32,
+        /// `[tokens, WORLD, local]`; 0 if there are none.
+        pub(super) probs: *const u32,
+        /// `[rows, row_bytes]`, and so on.
+        pub(super) to_x: *mut u8,
+        pub(super) to_scales: *mut u32,
+        /// `[rows]`; by token `[rows, local]`.
+        pub(super) to_probs: *mut u32,
+        /// Without what lies beside a row.
+        pub(super) region: RegionCall as region_call,
+        pub(super) tokens: u32,
+        pub(super) rows: u32,
+        pub(super) row_bytes: u32,
+        pub(super) scales_of_row: u32,
+        pub(super) local: u32,
+        pub(super) is_by_token: u32,
+    }
+}
+
+kernel_call! {
+    /// A combine by a routing map.
+    pub(crate) struct ByExpertSumsCall = "by_expert_sums_call" {
+        /// As in [`NotifyCall`](crate::by_token::family::NotifyCall), and so below.
+        pub(super) counts: *const u32,
+        pub(super) starts: *const u32,
+        pub(super) heads: *const i32,
+        pub(super) most: *const u32,
+        /// As in `choices` of choices.cuh.
+        pub(super) all: *const u32,
+        pub(super) number: *const u16,
+        /// As in [`ByExpertRowsCall`].
+        pub(super) places: *const i32,
+        /// `[rows, row_bytes]`.
+        pub(super) rows: *const u8,
+        /// `[rows]`; by token `[rows, local]`; 0 if there are none.
+        pub(super) probs: *const u32,
+        /// `[tokens, row_bytes]`.
+        pub(super) output: *mut u8,
+        /// `[tokens, WORLD, local]`.
+        pub(super) to_probs: *mut u32,
+        /// Without what lies beside a row.
+        pub(super) region: RegionCall as region_call,
+        pub(super) tokens: u32,
+        pub(super) row_bytes: u32,
+        pub(super) local: u32,
+        pub(super) is_by_token: u32,
     }
 }
 
@@ -151,18 +246,26 @@ const SUMS_BY_MAP: Source =
     Source { name: "by_expert/kernels/combine.cuh", text: include_str!("kernels/combine.cuh") };
 
 family!(
-    Listing: ListKernel(ListCall), "list.cuh" of [CHOICES, LIST],
+    Listing: ListKernel(ListCall), "list.cuh" of [CHOICES, ListCall::SOURCE, LIST],
     |_, program| program.define("AT_ONCE", Listing::AT_ONCE).define("BITS", Listing::BITS), |_| THREADS, |_| 0
 );
-family!(Placing: PlaceKernel(PlaceCall), "place.cuh" of [PLACE], |_, program| program, |_| THREADS, |_| 0);
 family!(
-    ByExpertMoving: DispatchKernel(ByExpertRowsCall), "dispatch_by_expert.cuh" of [ROWS, PIPELINE, REGION, CHOICES, ROWS_BY_MAP],
+    Placing: PlaceKernel(PlaceCall), "place.cuh" of [PlaceCall::SOURCE, PLACE],
+    |_, program| program, |_| THREADS, |_| 0
+);
+family!(
+    ByExpertMoving: DispatchKernel(ByExpertRowsCall),
+    "dispatch_by_expert.cuh" of [
+        ROWS, PIPELINE, RegionCall::SOURCE, REGION, CHOICES, ByExpertRowsCall::SOURCE, ROWS_BY_MAP
+    ],
     |_, program| ByExpertMoving::WARPS.define(program), |_| ByExpertMoving::WARPS.threads(),
     |this| ByExpertMoving::WARPS.shared_bytes(this.staging)
 );
 family!(
     ByExpertSumming: CombineKernel(ByExpertSumsCall),
-    "combine_by_expert.cuh" of [ROWS, REDUCE, PIPELINE, REGION, SUMS, CHOICES, SUMS_BY_MAP],
+    "combine_by_expert.cuh" of [
+        ROWS, REDUCE, PIPELINE, RegionCall::SOURCE, REGION, SUMS, CHOICES, ByExpertSumsCall::SOURCE, SUMS_BY_MAP
+    ],
     |this, program| this.warps().define(this.reduction.define(program)).define("MAX_LOCAL", this.experts.most()),
     |this| this.warps().threads(), |this| this.warps().shared_bytes(this.staging)
 );

@@ -3,20 +3,6 @@
 // A record is a row with its weights. Those that a rank has for a source go to the source's lane of it in order, so that the
 // source knows where each of its tokens' is.
 
-// Rust's `SumsCall` has the same layout.
-struct sums_call {
-    const u32* counts;  // as in notify.cuh, and so below
-    const u32* starts;
-    const i32* heads;
-    const u8* rows;     // [N, row_bytes]
-    const u32* weights; // [N, top_k]
-    const u8* bias[2];  // [tokens, row_bytes]; null if there is none
-    u8* output;         // [tokens, row_bytes]
-    u32* to_weights;    // [tokens, top_k]
-    region_call region;
-    u32 tokens, row_bytes, top_k;
-};
-
 // Sends this rank's rows of peers' tokens, with their weights.
 DEVICE bool send_rows(reader& r, pipeline<>& copies, const sums_call& k, const counts& n, const turn& t) {
     const arguments& a = r.a;
@@ -133,7 +119,7 @@ DEVICE bool sum_tokens(reader& r, const sums_call& k, const stream& s, const cou
 extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT)
 combine(const __grid_constant__ arguments a, const __grid_constant__ sums_call k) {
     extern __shared__ uint4 memory[];
-    pdl_wait();
+    begin_kernel<AT_END>(a);
     const block_end end(a);
     const turn t = begin(a, load_control(a));
     stores::prepare();

@@ -4,24 +4,6 @@
 // them, their weights, scales that are no whole vectors. Records go in order to the receiver's lane of this rank, so that a receiver knows
 // of each where it belongs.
 
-// Rust's `RowsCall` has the same layout.
-struct rows_call {
-    const u32* counts; // as in notify.cuh, and so below
-    const u32* starts;
-    const i32* heads;
-    u32* sources;      // [N]: the token of each received row
-    const u8* x;       // [tokens, row_bytes]
-    const u32* scales; // [tokens, scales_of_row]
-    const u8* ids;     // [tokens, top_k]; null if there are none
-    const u32* weights;
-    u8* to_x;          // [N, row_bytes], and so on
-    u32* to_scales;
-    u8* to_ids;
-    u32* to_weights;
-    region_call region;
-    u32 tokens, rows, row_bytes, scales_of_row, top_k, id_bytes, local;
-};
-
 // The scales of a row that are whole vectors lie behind the row; else they are words beside it.
 DEVICE bool has_scale_rows(const rows_call& k) { return k.scales_of_row != 0 && k.scales_of_row % 4 == 0; }
 DEVICE u32 words_of(const rows_call& k) { return 1 + 2 * k.top_k + (has_scale_rows(k) ? 0 : k.scales_of_row); }
@@ -142,7 +124,7 @@ DEVICE void name_no_experts(const arguments& a, const rows_call& k, const counts
 extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT)
 dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call k) {
     extern __shared__ uint4 memory[];
-    pdl_wait();
+    begin_kernel<AT_END>(a);
     const block_end end(a);
     const turn t = begin(a, load_control(a));
     stores::prepare();

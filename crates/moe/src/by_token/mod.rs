@@ -6,6 +6,7 @@
 //! when the last one is there.
 
 pub(crate) mod cuda;
+pub(crate) mod family;
 mod host;
 #[cfg(test)]
 mod model;

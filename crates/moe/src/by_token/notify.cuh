@@ -3,25 +3,6 @@
 constexpr u32 MAX_LOCAL = 1024;
 constexpr u32 HEADER = 3 + WORLD; // words before the experts': tokens, room, most, tokens for each rank
 
-// Rust's `NotifyCall` has the same layout.
-struct notify_call {
-    const u8* in_rank;     // [tokens, WORLD]
-    const u32* per_expert; // [WORLD, local]
-    const u32* own_most;   // the most experts of one rank that a token has; null if nobody asks
-    u32* counts;           // [WORLD, WORLD]: rows that go from rank to rank, as far as there is room
-    u32* starts;           // [WORLD]: where the rows of each rank begin at this rank
-    u32* prefix;           // [WORLD, WORLD]: rows for a column's rank from the ranks up to and with the row's, room or not
-    u32* routed;           // [WORLD]: this rank's tokens for each
-    u32* overflow;         // whether there is no room for some row of this rank
-    u32* chosen;           // [local]: how often each of this rank's experts was chosen
-    u32* chosen_by;        // [WORLD, local]: by the tokens of each rank; null if nobody asks
-    u32* most;             // the largest of all ranks' `own_most`; null if nobody asks
-    i32* heads;            // [tokens, WORLD]: the number of a token among those for a rank, or -1
-    u32* result;           // on the host: `number`, [WORLD, HEADER], `chosen`; null if nobody reads it there
-    u32 tokens, room, local;
-    u32 number;            // of the call, written last, which tells the host that the result is there
-};
-
 // One block. It numbers this rank's tokens for each rank, exchanges the counts, and computes where the rows of each rank begin.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call k) {
@@ -29,7 +10,7 @@ notify(const __grid_constant__ arguments a, const __grid_constant__ notify_call 
     __shared__ u32 chosen[MAX_LOCAL];
     __shared__ u32 of_warp[THREADS / 32][WORLD];
     __shared__ u32 totals[WORLD];
-    pdl_wait();
+    begin_kernel<AT_END>(a);
     const block_end end(a);
     const uint4 control_words = load_control(a);
     // A warp has tokens that follow each other. It counts them, and when the counts are on their way to the peers, it numbers them.

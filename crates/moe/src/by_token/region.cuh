@@ -6,14 +6,6 @@
 // places the sender goes on when the receiver has read what was there, half a ring at a time: the receiver counts what it has read of
 // each half, in the upper lanes of the sender's slot.
 
-// Rust's `RegionCall` has the same layout.
-struct region_call {
-    u64 at;           // from the start of the first channel
-    u64 lane_bytes;
-    u32 record_bytes; // a multiple of LINE
-    u32 half;         // places of half a ring
-};
-
 // The region with `words` further words in each record: a number that only the GPU knows. Before this call `record_bytes` is any
 // multiple of 16.
 [[maybe_unused]] DEVICE region_call with_words(const arguments& a, region_call g, u32 words) {

@@ -25,7 +25,7 @@ pub use routes::{CudaByTokenRoutes, RouteMemory, RouteWords};
 
 use crate::{
     MoeConfig,
-    by_token::cuda::{Moving, Notifying, Staging},
+    by_token::family::{Moving, Notifying, Staging},
     error::{MoeError, Result, refused},
     layout::{MAX_LOCAL_EXPERTS, cuda::Counting},
     pool::Pool,

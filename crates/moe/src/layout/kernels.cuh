@@ -3,15 +3,6 @@
 constexpr u32 MAX_EXPERTS = WORLD * 1024;
 constexpr u32 AT_ONCE = 8; // choices of a token that a thread looks at
 
-// Rust's `LayoutCall` has the same layout.
-struct layout_call {
-    const u8* ids;   // [tokens, top_k]
-    i32* per_rank;   // [WORLD]
-    i32* per_expert; // [experts]
-    u8* in_rank;     // [tokens, WORLD]
-    u32 tokens, top_k, experts, id_bytes;
-};
-
 // The expert at a place, or `experts` if it names none.
 DEVICE u32 expert_at(const layout_call& k, u64 index) {
     const i64 id = k.id_bytes == 8 ? __ldg((const i64*)k.ids + index) : (i64)__ldg((const i32*)k.ids + index);
@@ -21,8 +12,7 @@ DEVICE u32 expert_at(const layout_call& k, u64 index) {
 // Zeros, which `layout` adds to.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 clear(const __grid_constant__ arguments a, const __grid_constant__ layout_call k) {
-    pdl_wait();
-    if (a.dependents == AT_START) pdl_launch_dependents();
+    begin_kernel(a);
     for (u32 i = threadIdx.x; i < k.experts + WORLD; i += blockDim.x)
         if (i < k.experts) k.per_expert[i] = 0;
         else k.per_rank[i - k.experts] = 0;
@@ -34,8 +24,7 @@ layout(const __grid_constant__ arguments a, const __grid_constant__ layout_call 
     __shared__ u32 counts[MAX_EXPERTS + WORLD];
     const u32 local = k.experts / WORLD, all = k.experts + WORLD;
     for (u32 i = threadIdx.x; i < all; i += blockDim.x) counts[i] = 0;
-    pdl_wait();
-    if (a.dependents == AT_START) pdl_launch_dependents();
+    begin_kernel(a);
     __syncthreads();
     // A warp has neighbouring tokens; blocks take turns by warps, so that all have some of a few tokens.
     const u32 warps = gridDim.x * blockDim.x / 32;

@@ -25,23 +25,6 @@ DEVICE bool begins(const arguments& a, const turn& t, u32 lower, u32 upper) {
     return SENDS ? advance(a, t, lower, upper) : !__syncthreads_or(t.has_failed());
 }
 
-// Rust's `SlotCall` has the same layout.
-struct slot_call {
-    const u8* x;         // dispatch: bf16 [tokens, hidden]; combine: bf16 [local, slots, hidden]
-    const u8* ids;       // [tokens, top_k]
-    const float* weights; // combine: [tokens, top_k]
-    u8* to_x;            // dispatch: [local, slots, hidden] of codes or bf16; combine: bf16 [tokens, hidden]
-    u32* to_scales;      // [local, scales of a row, slots]
-    u32* counts;         // [local]
-    u32* source_tokens;  // [local, slots]
-    u64* layout_range;   // [local, WORLD]
-    u32* statistics;     // [local]; null if there are none
-    u64* waits;          // [WORLD]: nanoseconds that this rank waited for each peer; null if they are not asked for
-    u32* held_tokens;    // of the routes: [WORLD], how many tokens each rank has
-    i32* places;         // of the routes: [WORLD, most_tokens, top_k]
-    u32 tokens, most_tokens, hidden, top_k, id_bytes, experts;
-};
-
 // A choice of `places`: its row at this rank (expert · slots + slot), NOWHERE, or, of this rank's own tokens, ELSEWHERE - (32 r + k)
 // of one whose row rank r has, where k is the first choice of the token that names the expert.
 constexpr i32 NOWHERE = -1, ELSEWHERE = -2;

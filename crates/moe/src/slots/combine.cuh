@@ -73,7 +73,7 @@ template <bool ALL> static __device__ __noinline__ void leave_nan(u8* sums, u32 
 namespace slots {
 __global__ void __launch_bounds__(BOUND, RESIDENT)
 combine(const __grid_constant__ arguments a, const __grid_constant__ slot_call k) {
-    pdl_wait();
+    begin_kernel<AT_END>(a);
     const block_end end(a, SENDS);
     const u32 lane = lane_id(), of_row = k.hidden / 8, mine = threadIdx.x / 32;
     const turn t = begin_phase(a, load_control(a));

@@ -166,7 +166,7 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ slot_call 
     extern __shared__ u32 words[]; // of marks
     __shared__ u16 kept[MAX_KEPT];
     __shared__ u32 tokens[WORLD];
-    pdl_wait();
+    begin_kernel<WHEN_CERTAIN>(a);
     const block_end end(a, SENDS);
     const u32 chunks = chunks_of_row(k), step = gridDim.x * (THREADS / 32);
     const u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x; // neighbours are on different multiprocessors

@@ -1,7 +1,7 @@
 //! The families of the kernels of `dispatch.cuh` and `combine.cuh`, and the kernels' arguments.
 
-use antiphon_device::cuda::{KernelArgument, Program};
-use antiphon_fabric::gpu::{FORMATS, Family, ROWS, Source, kernels};
+use antiphon_device::cuda::Program;
+use antiphon_fabric::gpu::{FORMATS, Family, ROWS, Source, kernel_call, kernels};
 
 use super::{CombineFormat, Sizes, SlotFormat};
 
@@ -18,32 +18,42 @@ kernels! {
     }
 }
 
-/// `slot_call` of choices.cuh.
-#[derive(Debug, Clone, Copy, Default)]
-#[repr(C)]
-pub(crate) struct SlotCall {
-    pub(super) x: u64,
-    pub(super) ids: u64,
-    pub(super) weights: u64,
-    pub(super) to_x: u64,
-    pub(super) to_scales: u64,
-    pub(super) counts: u64,
-    pub(super) source_tokens: u64,
-    pub(super) layout_range: u64,
-    pub(super) statistics: u64,
-    pub(super) waits: u64,
-    pub(super) held_tokens: u64,
-    pub(super) places: u64,
-    pub(super) tokens: u32,
-    pub(super) most_tokens: u32,
-    pub(super) hidden: u32,
-    pub(super) top_k: u32,
-    pub(super) id_bytes: u32,
-    pub(super) experts: u32,
+kernel_call! {
+    /// A dispatch to slots, or a combine from them.
+    #[derive(Debug, Default)]
+    pub(crate) struct SlotCall = "slot_call" {
+        /// Dispatch: bf16 `[tokens, hidden]`; combine: bf16 `[local, slots, hidden]`.
+        pub(super) x: *const u8,
+        /// `[tokens, top_k]`.
+        pub(super) ids: *const u8,
+        /// Combine: `[tokens, top_k]`.
+        pub(super) weights: *const float,
+        /// Dispatch: `[local, slots, hidden]` of codes or bf16; combine: bf16 `[tokens, hidden]`.
+        pub(super) to_x: *mut u8,
+        /// `[local, scales of a row, slots]`.
+        pub(super) to_scales: *mut u32,
+        /// `[local]`.
+        pub(super) counts: *mut u32,
+        /// `[local, slots]`.
+        pub(super) source_tokens: *mut u32,
+        /// `[local, WORLD]`.
+        pub(super) layout_range: *mut u64,
+        /// `[local]`; 0 if there are none.
+        pub(super) statistics: *mut u32,
+        /// `[WORLD]`: nanoseconds that this rank waited for each peer; 0 if they are not asked for.
+        pub(super) waits: *mut u64,
+        /// Of the routes: `[WORLD]`, how many tokens each rank has.
+        pub(super) held_tokens: *mut u32,
+        /// Of the routes: `[WORLD, most_tokens, top_k]`.
+        pub(super) places: *mut i32,
+        pub(super) tokens: u32,
+        pub(super) most_tokens: u32,
+        pub(super) hidden: u32,
+        pub(super) top_k: u32,
+        pub(super) id_bytes: u32,
+        pub(super) experts: u32,
+    }
 }
-
-// SAFETY: the layout of the kernel's struct: 64-bit words, then those of 32.
-unsafe impl KernelArgument for SlotCall {}
 
 const CHOICES: Source = Source { name: "slots/choices.cuh", text: include_str!("choices.cuh") };
 
@@ -101,8 +111,13 @@ impl Family for Dispatching {
     type Kernel = DispatchKernel;
     type Arguments = SlotCall;
     const NAME: &'static str = "moe_slots_dispatch.cuh";
-    const SOURCES: &'static [Source] =
-        &[ROWS, FORMATS, CHOICES, Source { name: "slots/dispatch.cuh", text: include_str!("dispatch.cuh") }];
+    const SOURCES: &'static [Source] = &[
+        ROWS,
+        FORMATS,
+        SlotCall::SOURCE,
+        CHOICES,
+        Source { name: "slots/dispatch.cuh", text: include_str!("dispatch.cuh") },
+    ];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
         program.define("FORMAT", self.format as u32).define("PHASES", self.phases as u32)
@@ -132,8 +147,12 @@ impl Family for Combining {
     type Kernel = CombineKernel;
     type Arguments = SlotCall;
     const NAME: &'static str = "moe_slots_combine.cuh";
-    const SOURCES: &'static [Source] =
-        &[CHOICES, LOGFMT, Source { name: "slots/combine.cuh", text: include_str!("combine.cuh") }];
+    const SOURCES: &'static [Source] = &[
+        SlotCall::SOURCE,
+        CHOICES,
+        LOGFMT,
+        Source { name: "slots/combine.cuh", text: include_str!("combine.cuh") },
+    ];
 
     fn define(&self, program: Program, _world_size: usize) -> Program {
         program.define("FORMAT", self.format as u32).define("PHASES", self.phases as u32)

@@ -441,7 +441,7 @@ template <bool GATHERS> struct part {
 #define BETWEEN(name, GATHERS)                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)                                         \
     name(const __grid_constant__ arguments a, const __grid_constant__ between b) {                          \
-        pdl_wait();                                                                                         \
+        begin_kernel<AT_END>(a);                                                                            \
         part<GATHERS>(a, b).run();                                                                          \
     }
 

@@ -4,23 +4,6 @@
 // A record is a rounded sum with the probs of the token's choices at the sender, in the order of experts. Rows that are dropped are
 // those of the last experts, so the probs of the others come first.
 
-// Rust's `ByExpertSumsCall` has the same layout.
-struct by_expert_sums_call {
-    const u32* counts;  // as in notify.cuh, and so below
-    const u32* starts;
-    const i32* heads;
-    const u32* most;
-    const u32* all;     // as in choices.cuh
-    const u16* number;
-    const i32* places;  // as in dispatch.cuh
-    const u8* rows;     // [rows, row_bytes]
-    const u32* probs;   // [rows]; by token [rows, local]; null if there are none
-    u8* output;         // [tokens, row_bytes]
-    u32* to_probs;      // [tokens, WORLD, local]
-    region_call region; // without what lies beside a row
-    u32 tokens, row_bytes, local, is_by_token;
-};
-
 // What this rank has of a token: of each choice that was not dropped, in the order of experts, the place of its prob, which by
 // expert is its row, too. Each warp has one.
 struct terms {
@@ -213,7 +196,7 @@ DEVICE bool sum_tokens(reader& r, const by_expert_sums_call& k, const stream& s,
 extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT)
 by_expert_combine_kernel(const __grid_constant__ arguments a, const __grid_constant__ by_expert_sums_call k) {
     extern __shared__ uint4 memory[];
-    pdl_wait();
+    begin_kernel<AT_END>(a);
     const block_end end(a);
     const turn t = begin(a, load_control(a));
     stores::prepare();

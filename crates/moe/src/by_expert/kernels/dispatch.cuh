@@ -3,27 +3,6 @@
 // A record is a token's row with its choices at the receiver, their probs, and its scales. The receiver knows where the rows of each
 // rank begin for each expert, so a choice's position says where its row belongs.
 
-// Rust's `ByExpertRowsCall` has the same layout.
-struct by_expert_rows_call {
-    const u32* counts; // as in notify.cuh, and so below
-    const u32* starts;
-    const i32* heads;
-    const u32* most;
-    const u32* all;    // as in choices.cuh
-    const u16* number;
-    const u32* first;  // as in place.cuh
-    const u32* kept;
-    i32* places;       // [N, local]: the row of a received token for each expert, or -1
-    const u8* x;       // [tokens, row_bytes]
-    const u32* scales; // [tokens, scales_of_row]
-    const u32* probs;  // [tokens, WORLD, local]; null if there are none
-    u8* to_x;          // [rows, row_bytes], and so on
-    u32* to_scales;
-    u32* to_probs;     // [rows]; by token [rows, local]
-    region_call region; // without what lies beside a row
-    u32 tokens, rows, row_bytes, scales_of_row, local, is_by_token;
-};
-
 // The words beside a row: choices, as many probs if there are any, scales that are no whole vectors.
 struct beside {
     u32 choices, probs, scales;
@@ -181,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT)
 by_expert_dispatch_kernel(const __grid_constant__ arguments a, const __grid_constant__ by_expert_rows_call k) {
     extern __shared__ uint4 memory[];
     typedef pipeline<readings> copying;
-    pdl_wait();
+    begin_kernel<AT_END>(a);
     const block_end end(a);
     const turn t = begin(a, load_control(a));
     stores::prepare();

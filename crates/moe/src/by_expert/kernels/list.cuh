@@ -3,20 +3,6 @@
 // A *unit* is 32 tokens: of each expert a word says which of them choose it. A *chunk* is the units that a block has at a time. It looks at
 // AT_ONCE experts, of whole ranks, and has room for BITS words.
 
-// Rust's `ListCall` has the same layout.
-struct list_call {
-    const u8* map;   // [tokens, experts]
-    u32* bits;       // [units, experts]
-    u32* of_chunk;   // [chunks, experts]: how many of a chunk's tokens choose each expert
-    u32* all;        // as in choices.cuh
-    u16* number;
-    u8* in_rank;     // [tokens, WORLD]: whether there are any
-    u32* per_expert; // [experts]: how many tokens choose each
-    u32* most;       // the most choices of a token at one rank
-    u32 tokens, experts;
-    u32 chunk;       // units of a chunk
-};
-
 // One at least.
 DEVICE u32 units_of(const list_call& k) { return max(1, (k.tokens + 31) / 32); }
 DEVICE u32 chunks_of(const list_call& k) { return (units_of(k) + k.chunk - 1) / k.chunk; }
@@ -25,8 +11,7 @@ DEVICE u32 chunks_of(const list_call& k) { return (units_of(k) + k.chunk - 1) / 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 count_choices(const __grid_constant__ arguments a, const __grid_constant__ list_call k) {
     __shared__ u32 counts[AT_ONCE];
-    pdl_wait();
-    if (a.dependents == AT_START) pdl_launch_dependents();
+    begin_kernel(a);
     if (grid_thread() == 0) *k.most = 0;
     const u32 chunks = chunks_of(k);
     for (u32 chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
@@ -56,8 +41,7 @@ list_choices(const __grid_constant__ arguments a, const __grid_constant__ list_c
     __shared__ u32 bits[BITS];
     __shared__ u32 before[AT_ONCE]; // of each expert the tokens of chunks before
     __shared__ u32 most_of_block;
-    pdl_wait();
-    if (a.dependents == AT_START) pdl_launch_dependents();
+    begin_kernel(a);
     if (threadIdx.x == 0) most_of_block = 0;
     const u32 local = k.experts / WORLD, at_once = min(max(1, AT_ONCE / local), WORLD), chunks = chunks_of(k);
     u32 most = 0;
