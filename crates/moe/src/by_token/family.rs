@@ -289,14 +289,19 @@ macro_rules! family {
 
 pub(crate) use family;
 
-const NOTIFY: Source = Source { name: "by_token/notify.cuh", text: include_str!("notify.cuh") };
+const NOTIFY: Source =
+    Source { name: "by_token/kernels/notify.cuh", text: include_str!("kernels/notify.cuh") };
 /// The rows' way between the tensors of the ranks.
 pub(crate) const PIPELINE: Source =
-    Source { name: "by_token/pipeline.cuh", text: include_str!("pipeline.cuh") };
-pub(crate) const REGION: Source = Source { name: "by_token/region.cuh", text: include_str!("region.cuh") };
-pub(crate) const SUMS: Source = Source { name: "by_token/sums.cuh", text: include_str!("sums.cuh") };
-const DISPATCH: Source = Source { name: "by_token/dispatch.cuh", text: include_str!("dispatch.cuh") };
-const COMBINE: Source = Source { name: "by_token/combine.cuh", text: include_str!("combine.cuh") };
+    Source { name: "by_token/kernels/pipeline.cuh", text: include_str!("kernels/pipeline.cuh") };
+pub(crate) const REGION: Source =
+    Source { name: "by_token/kernels/region.cuh", text: include_str!("kernels/region.cuh") };
+pub(crate) const SUMS: Source =
+    Source { name: "by_token/kernels/sums.cuh", text: include_str!("kernels/sums.cuh") };
+const DISPATCH: Source =
+    Source { name: "by_token/kernels/dispatch.cuh", text: include_str!("kernels/dispatch.cuh") };
+const COMBINE: Source =
+    Source { name: "by_token/kernels/combine.cuh", text: include_str!("kernels/combine.cuh") };
 
 family!(
     Notifying: NotifyKernel(NotifyCall), "notify.cuh" of [NotifyCall::SOURCE, NOTIFY],

@@ -158,6 +158,20 @@ fn check(rank: &Rank, moe: &CudaSlots, case: &SlotCase) -> Outcome {
     calls.compare(rank, moe, 1)
 }
 
+/// The sizes of a model, of which every rank has as many tokens as it may.
+#[test]
+fn slots_and_sums_of_a_model_are_as_defined_on_2_gpus() {
+    let most = SlotLimits { max_tokens: 128, hidden: 7168, num_experts: 256, top_k: 8 };
+    on_gpus(2, MoeConfig { slots: Some(most), ..SMALL }, |rank| {
+        let moe = rank.moe.slots()?;
+        let case = Case { tokens: vec![128; 2], hidden: 7168, ..Case::new(2, 256, 8) };
+        for format in [SlotFormat::Fp8, SlotFormat::Bf16] {
+            check(rank, moe, &SlotCase::new(case.clone(), format))?;
+        }
+        Ok(())
+    });
+}
+
 /// As many experts of a rank as are served, whose marks take more shared memory.
 #[test]
 fn slots_and_sums_of_many_experts_are_as_defined_on_2_gpus() {
