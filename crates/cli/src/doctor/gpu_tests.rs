@@ -24,7 +24,7 @@ fn device(bus: &str) -> Value {
             "multiprocessors": 132, "memory_bytes": 150_754_820_096u64, "l2_bytes": 62_914_560,
             "shared_bytes_per_block": 232_448, "threads_per_multiprocessor": 2048,
             "cooperative_launch": true, "cluster_launch": true, "virtual_memory": true,
-            "posix_fd_handles": true, "fabric_handles": true, "rdma_virtual_memory": true, "multicast": true
+            "posix_fd_handles": true, "fabric_handles": true, "rdma_virtual_memory": true, "multicast": true, "stream_writes": true
         },
         "capabilities": {
             "virtual_memory": answer("yes", "mapped"), "posix_fd": answer("yes", "imported"),
