@@ -169,6 +169,7 @@ mod tests {
                             |rank: &&JobRank| rank.wait.as_ref().is_some_and(|wait| wait.call == "barrier");
                         let found = job.communicators.into_iter().find(|one| {
                             one.world_size == 3
+                                && one.ranks.len() == 3
                                 && is_it(one)
                                 && one.ranks.iter().filter(waits_at_barrier).count() == 2
                         });
