@@ -44,7 +44,7 @@ EMULATED_UCX = $(firstword $(wildcard $(abspath $(VENV))/lib/python3*/site-packa
 EMULATED = ANTIPHON_EMULATOR_GPUS=8 LD_LIBRARY_PATH=$(EMULATOR) ANTIPHON_NVRTC=$(EMULATOR) ANTIPHON_NVJITLINK=$(EMULATOR) ANTIPHON_NVSHMEM=$(EMULATOR) ANTIPHON_UCX=$(EMULATED_UCX) ANTIPHON_CACHE_DIR=$(EMULATOR)/cache
 TESTS = --workspace --all-features --test cuda --test cuda_warm -- --test-threads 1 reductions on_1_gpus beside_on_2 \
 	order:: orders:: opened:: closed:: handed_out:: experts:: room:: late_block as_a_whole fuse_different failures:: refused:: wrapped_rings many_experts many_tokens region_of_two \
-	all_reduces_have_the_hosts_bits_on_2 every_operation_has_the_hosts_bits replay_between_eager_calls_on_2 of_each_kind_are_right_on_2 free_behind_a_call_on_2 different_places captured_in_one_go rails:: nodes_of_1_and_1 no_host_waits parts_on_1_gpus takes_nothing --skip have_room_on_8 --skip without_memory_on_8
+	all_reduces_have_the_hosts_bits_on_2 every_operation_has_the_hosts_bits replay_between_eager_calls_on_2 of_each_kind_are_right_on_2 free_behind_a_call_on_2 different_places captured_in_one_go rails:: nodes_of_1_and_1 no_host_waits parts_on_1_gpus takes_nothing --skip have_room_on_8 --skip without_memory_on_8 --skip 100_ms_on_8
 # Of the behaviours of mixtures of experts.
 BEHAVIOURS = gpus::every_form::world_2 gpus::every_format::world_2 gpus::by_expert_forms::world_2 gpus::by_expert_scales gpus::many_tokens \
 	gpus::slots_and_sums::world_2 gpus::capacities::world_2 gpus::arguments_that_make_no_sense
