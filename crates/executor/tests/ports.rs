@@ -105,7 +105,7 @@ fn first(block: usize) -> At {
     At::Takes { is_signal: block == 1 }
 }
 
-/// Who goes on.
+/// The part of the model that takes the next step.
 #[derive(Clone, Copy)]
 enum Who {
     Block(usize),

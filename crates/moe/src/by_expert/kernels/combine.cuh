@@ -172,25 +172,14 @@ DEVICE void store_probs(const arguments& a, const by_expert_sums_call& k, u32 to
 // The warp's share of this rank's tokens.
 DEVICE bool sum_tokens(reader& r, const by_expert_sums_call& k, const stream& s, const region_call& g, const counts& n, const turn& t, rows mine) {
     const arguments& a = r.a;
-    for (u32 first = mine.first; first < k.tokens; first += batch::COUNT * mine.step) {
-        batch some(a, g, n, t, k.heads, first, mine.step, k.tokens);
-        for (u32 index = 0; index < batch::COUNT; ++index) {
-            const u32 token = first + index * mine.step;
-            if (token >= k.tokens) break;
-            if (!some.wait(r, index)) {
-                leave_nan(k, token, mine.step);
-                return false;
-            }
-            const u32 held = some.held(index), rank = lane_id() % WORLD, number = some.number_of(index, rank);
-            const u8* const record = a.own + record_at(g, t, rank, a.rank, spot(g, number));
-            const terms own(k, held >> a.rank & 1, n.starts[a.rank] + some.number_of(index, a.rank));
-            sum_token(a, k, s, token, held, own, record);
-            if (k.probs != nullptr) store_probs(a, k, token, held, own, record);
-            some.note_read(index);
-        }
-        some.count();
-    }
-    return true;
+    const auto sum = [&](u32 token, const batch& some, u32 index) {
+        const u32 held = some.held(index), rank = lane_id() % WORLD, number = some.number_of(index, rank);
+        const u8* const record = a.own + record_at(g, t, rank, a.rank, spot(g, number));
+        const terms own(k, held >> a.rank & 1, n.starts[a.rank] + some.number_of(index, a.rank));
+        sum_token(a, k, s, token, held, own, record);
+        if (k.probs != nullptr) store_probs(a, k, token, held, own, record);
+    };
+    return sum_tokens(r, g, n, t, k.heads, k.tokens, mine, sum, [&](u32 token) { leave_nan(k, token, mine.step); });
 }
 
 extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT)

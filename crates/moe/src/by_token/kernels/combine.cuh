@@ -92,28 +92,17 @@ DEVICE void sum_token(const arguments& a, const sums_call& k, const stream& s, u
 // The warp's share of this rank's tokens.
 DEVICE bool sum_tokens(reader& r, const sums_call& k, const stream& s, const counts& n, const turn& t, rows mine) {
     const arguments& a = r.a;
-    for (u32 first = mine.first; first < k.tokens; first += batch::COUNT * mine.step) {
-        batch some(a, k.region, n, t, k.heads, first, mine.step, k.tokens);
-        for (u32 index = 0; index < batch::COUNT; ++index) {
-            const u32 token = first + index * mine.step;
-            if (token >= k.tokens) break;
-            if (!some.wait(r, index)) {
-                leave_nan(k, token, mine.step);
-                return false;
-            }
-            const u8* rows[WORLD];
+    const auto sum = [&](u32 token, const batch& some, u32 index) {
+        const u8* rows[WORLD];
 #pragma unroll
-            for (u32 rank = 0; rank < WORLD; ++rank) {
-                const u32 number = some.number_of(index, rank);
-                rows[rank] = rank == a.rank ? k.rows + (u64)(n.starts[rank] + number) * k.row_bytes
-                                            : a.own + record_at(k.region, t, rank, a.rank, spot(k.region, number));
-            }
-            sum_token(a, k, s, token, some.held(index), rows);
-            some.note_read(index);
+        for (u32 rank = 0; rank < WORLD; ++rank) {
+            const u32 number = some.number_of(index, rank);
+            rows[rank] = rank == a.rank ? k.rows + (u64)(n.starts[rank] + number) * k.row_bytes
+                                        : a.own + record_at(k.region, t, rank, a.rank, spot(k.region, number));
         }
-        some.count();
-    }
-    return true;
+        sum_token(a, k, s, token, some.held(index), rows);
+    };
+    return sum_tokens(r, k.region, n, t, k.heads, k.tokens, mine, sum, [&](u32 token) { leave_nan(k, token, mine.step); });
 }
 
 extern "C" __global__ void __launch_bounds__(BOUND, RESIDENT)

@@ -86,6 +86,27 @@ static __device__ __noinline__ void leave_nan(u8* sums, u32 row_bytes, u32* besi
     }
 }
 
+// Goes through the warp's share of this rank's `tokens` tokens: sum(token, some, index) sums the index-th of some, when its records are there.
+// False if a record did not come, behind leave(token), for the first token of the share that is not summed.
+template <class Sum, class Leave>
+DEVICE bool sum_tokens(reader& r, const region_call& g, const counts& n, const turn& t, const i32* heads, u32 tokens, rows mine, Sum sum, Leave leave) {
+    for (u32 first = mine.first; first < tokens; first += batch::COUNT * mine.step) {
+        batch some(r.a, g, n, t, heads, first, mine.step, tokens);
+        for (u32 index = 0; index < batch::COUNT; ++index) {
+            const u32 token = first + index * mine.step;
+            if (token >= tokens) break;
+            if (!some.wait(r, index)) {
+                leave(token);
+                return false;
+            }
+            sum(token, some, index);
+            some.note_read(index);
+        }
+        some.count();
+    }
+    return true;
+}
+
 // Where a lane's vectors arrive that are summed: STREAM places of 16 bytes of shared memory, which it alone uses, so that copies take no
 // registers, and no lane waits for another. `index` is the warp's among those of the block that have one.
 struct stream {
