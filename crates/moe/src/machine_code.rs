@@ -35,8 +35,8 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
     };
     // Vectors that are summed stream through shared memory.
     const STREAMS: &[&str] = &["LDGSTS.E.BYPASS.128"];
-    let summing = |dtype, world_size| {
-        let family = Summing::new(dtype, staging, world_size).unwrap();
+    let summing = |dtype, world_size, blocks| {
+        let family = Summing::new(dtype, staging, world_size, blocks).unwrap();
         let mut summing = variant(family, world_size, architecture, STREAMS);
         // The places of a token's rows, of which each rank has one: with fewer warps they would be in registers, but sums take longer.
         summing.rules.local_bytes = 16 * world_size as u32;
@@ -49,7 +49,9 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         let mut moving = variant(Moving { staging }, world_size, architecture, rows);
         moving.rules.local_bytes = 24; // registers outside the loops
         variants.push(moving);
-        variants.push(summing(DType::BF16, world_size));
+        for blocks in [24, 48] {
+            variants.push(summing(DType::BF16, world_size, blocks));
+        }
     }
     for world_size in [2, 4, MAX_WORLD] {
         variants.push(variant(Listing, world_size, architecture, &[]));
@@ -101,7 +103,7 @@ fn variants(architecture: Architecture) -> Vec<Variant> {
         }
     }
     for dtype in [DType::F32, DType::F16] {
-        variants.push(summing(dtype, 4));
+        variants.push(summing(dtype, 4, 24));
     }
     variants
 }
@@ -123,7 +125,7 @@ fn every_kernel_compiles_for_a_rank_that_is_alone() {
         alone(Counting),
         alone(Notifying),
         alone(Moving { staging }),
-        alone(Summing::new(DType::BF16, staging, 1).unwrap()),
+        alone(Summing::new(DType::BF16, staging, 1, 24).unwrap()),
         alone(Listing),
         alone(Placing),
         alone(ByExpertMoving { staging }),

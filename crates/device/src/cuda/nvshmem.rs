@@ -200,7 +200,7 @@ impl Nvshmem {
         (INITIALIZED..c_int::MAX).contains(&status)
     }
 
-    /// Makes this process PE `pe` of `count`, on the device of the context. Collective.
+    /// Makes this process PE `pe` of `count`, on the device of the context, which stays until the process ends. Collective.
     ///
     /// # Errors
     /// [`CudaError::Nvshmem`].
@@ -220,7 +220,10 @@ impl Nvshmem {
         let _current = context.current()?;
         // SAFETY: the attributes have the layout that they name, and live.
         let made = unsafe { (self.functions.initialize)(WITH_UNIQUE_ID, &mut attributes) };
-        self.check("nvshmemx_hostlib_init_attr", made)
+        self.check("nvshmemx_hostlib_init_attr", made)?;
+        // A thread of the library reads pinned memory of the context for as long as the process lives.
+        std::mem::forget(context.clone());
+        Ok(())
     }
 
     /// Undoes [`initialize`](Self::initialize). Collective. No memory and no module of NVSHMEM's is in use.

@@ -495,6 +495,7 @@ impl CudaMoe {
             row_bytes: format.row_bytes() as u32,
             scales_of_row: scales as u32,
             local: local as u32,
+            senders: ByExpertMoving::senders(self.world_size(), self.blocks()),
             is_by_token: route_sizes.is_by_token().into(),
         };
         let signature = signature_of_rows(&format, from.probs.is_some(), route_sizes);

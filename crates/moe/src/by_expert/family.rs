@@ -6,7 +6,7 @@ use antiphon_operation::ReduceOp;
 use antiphon_tensor::DType;
 
 use crate::{
-    by_token::family::{PIPELINE, REGION, RegionCall, SUMS, Stages, Staging, Warps, family},
+    by_token::family::{PIPELINE, REGION, RegionCall, SUMS, Stages, Staging, Warps, family, senders},
     cuda::THREADS,
     layout::MAX_LOCAL_EXPERTS,
 };
@@ -121,6 +121,8 @@ kernel_call! {
         pub(super) row_bytes: u32,
         pub(super) scales_of_row: u32,
         pub(super) local: u32,
+        /// The first warps of each block, which send and take by turns; the others only take.
+        pub(super) senders: u32,
         pub(super) is_by_token: u32,
     }
 }
@@ -206,8 +208,14 @@ pub(crate) struct ByExpertMoving {
 }
 
 impl ByExpertMoving {
-    /// Most warps send and take by turns, one raises flags, one polls those of the peers, one empties rows.
+    /// Most warps send and take, one raises flags, one polls those of the peers, one empties rows.
     const WARPS: Warps = Warps { rings: 7, all: 10, stages: Stages::HALF_ROWS, streams: 0, stream: 0 };
+
+    /// How many warps of each of `blocks` blocks send: to one peer all that copy.
+    pub(super) fn senders(world_size: usize, blocks: u32) -> u32 {
+        let most = Self::WARPS.rings;
+        if world_size <= 2 { most } else { senders(120, blocks, most) }
+    }
 }
 
 /// The kernel that moves rows back and sums them.

@@ -68,6 +68,7 @@ impl CudaMoe {
             name("received ids").has_dtype(to.ids.dtype(), &[from.ids.dtype()])?;
         }
         let plan = &routes.plan;
+        let region = self.region("dispatch", &format, 1 + 2 * top_k)?;
         let call = RowsCall {
             counts: plan.at(RouteWords::counts),
             starts: plan.at(RouteWords::starts),
@@ -81,7 +82,7 @@ impl CudaMoe {
             to_scales: scales("received scales", to.scales.as_ref().map(|view| view.as_view()).as_ref())?,
             to_ids: optional("received ids", to_choices.map(|each| each.ids.as_view()).as_ref())?,
             to_weights: optional("received weights", to_choices.map(|each| each.weights.as_view()).as_ref())?,
-            region: self.region("dispatch", &format, 1 + 2 * top_k)?,
+            region,
             tokens: tokens as u32,
             rows: rows as u32,
             row_bytes: format.row_bytes() as u32,
@@ -89,6 +90,7 @@ impl CudaMoe {
             top_k: top_k as u32,
             id_bytes: id_bytes as u32,
             local: (routes.num_experts / self.world_size()) as u32,
+            senders: Moving::senders(self.world_size(), self.blocks(), region.record_bytes),
         };
         let algorithm = super::Form::Cached as u8 + format.code();
         let signature =
@@ -108,7 +110,8 @@ impl CudaMoe {
         let name = |which| Name { call: "combine", which };
         let (tokens, rows) = (routes.num_tokens(), routes.rows());
         let (format, top_k) = check_combine(call, tokens, rows, &SUMMED)?;
-        let Some(family) = Summing::new(format.dtype, self.staging(), self.world_size()) else {
+        let Some(family) = Summing::new(format.dtype, self.staging(), self.world_size(), self.blocks())
+        else {
             return Err(MoeError::DType {
                 call: "combine",
                 which: "rows",

@@ -136,6 +136,8 @@ kernel_call! {
         pub(super) top_k: u32,
         pub(super) id_bytes: u32,
         pub(super) local: u32,
+        /// The first warps of each block, which send and take by turns; the others only take.
+        pub(super) senders: u32,
     }
 }
 
@@ -174,8 +176,26 @@ pub(crate) struct Moving {
 }
 
 impl Moving {
-    /// Most warps send and take by turns, one raises flags, one polls those of the peers.
+    /// Most warps send and take, one raises flags, one polls those of the peers.
     const WARPS: Warps = Warps { rings: 7, all: 9, stages: Stages::HALF_ROWS, streams: 0, stream: 0 };
+
+    /// How many warps of each of `blocks` blocks send records of this size.
+    pub(crate) fn senders(world_size: usize, blocks: u32, record_bytes: u32) -> u32 {
+        let in_all = match world_size {
+            ..=2 => 160,
+            3..=4 => 96,
+            _ => 64,
+        };
+        // Such a record has two stages, so as many bytes are under way.
+        let is_long = record_bytes > Stages::HALF_ROWS.bytes;
+        senders(if is_long { in_all * 3 / 4 } else { in_all }, blocks, Self::WARPS.rings)
+    }
+}
+
+/// How many warps of each of `blocks` blocks send, `most` at most, where the peers' links take the copies of about `in_all` warps at
+/// once: those of more only wait for each other, and for two or four ranks take up to half as long again.
+pub(crate) fn senders(in_all: u32, blocks: u32, most: u32) -> u32 {
+    ((in_all + blocks / 2) / blocks).clamp(1, most)
 }
 
 /// The kernel that moves rows back and sums them.
@@ -187,10 +207,15 @@ pub(crate) struct Summing {
 }
 
 impl Summing {
-    /// The kernel for rows of a dtype and a number of ranks; none for a dtype that is not summed.
-    pub(crate) fn new(dtype: DType, staging: Staging, world_size: usize) -> Option<Self> {
-        // Some warps send, one raises flags, the others sum. To several peers, more copies than these only wait for each other.
-        let rings = if world_size <= 2 { 3 } else { 2 };
+    /// The kernel for rows of a dtype, a number of ranks and of blocks; none for a dtype that is not summed.
+    pub(crate) fn new(dtype: DType, staging: Staging, world_size: usize, blocks: u32) -> Option<Self> {
+        let in_all = match world_size {
+            ..=2 => 72,
+            3..=4 => 48,
+            _ => 32,
+        };
+        // Some warps send, one raises flags, the others sum.
+        let rings = senders(in_all, blocks, 3);
         let (all, streams) = (12, 12 - 1 - rings);
         let warps = Warps { rings, all, stages: Stages::HALF_ROWS, streams, stream: 16 };
         Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, warps })

@@ -174,7 +174,7 @@ by_expert_dispatch_kernel(const __grid_constant__ arguments a, const __grid_cons
         if (from != a.rank) most = max(most, n.rows[from][a.rank]);
     if (!advance(a, t, flag_vectors(g, most), 1 | OWN_TOO)) return;
 
-    // Warps of a block: most send and take, one raises flags, one polls those of the peers, one empties rows.
+    // Warps of a block: most take, of which some send, too; one raises flags, one polls those of the peers, one empties rows.
     reader r(a, t);
     const u32 warp = threadIdx.x / 32;
     const auto arriving = [&](u32 from) { return n.rows[from][a.rank]; };
@@ -183,7 +183,7 @@ by_expert_dispatch_kernel(const __grid_constant__ arguments a, const __grid_cons
     if (warp < RINGS) {
         copying copies(memory, readings{a, g, t});
         mapped_rows<copying> tokens(a, copies, k, n, b);
-        came = exchange(r, copies, sending(a, copies, g, t, tokens, k.heads, k.tokens, [&](u32 to) { return n.rows[a.rank][to]; }),
+        came = exchange(r, copies, sending(a, copies, g, t, tokens, k.heads, k.tokens, k.senders, [&](u32 to) { return n.rows[a.rank][to]; }),
                         taking(a, arriving, arrived_rows<copying>{a, copies, k, g, n, b, t}));
         copies.finish();
     } else if (warp == RINGS + 1) {

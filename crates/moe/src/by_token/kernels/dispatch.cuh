@@ -136,7 +136,7 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call 
         if (from != a.rank) most = max(most, n.rows[from][a.rank]);
     if (!advance(a, t, flag_vectors(k.region, most), 1 | OWN_TOO)) return;
 
-    // Warps of a block: most send and take, one raises flags, one polls those of the peers.
+    // Warps of a block: most take, of which some send, too; one raises flags, one polls those of the peers.
     name_no_experts(a, k, n);
     reader r(a, t);
     typedef pipeline<readings> copying;
@@ -147,7 +147,7 @@ dispatch(const __grid_constant__ arguments a, const __grid_constant__ rows_call 
     if (warp < RINGS) {
         copying copies(memory, readings{a, k.region, t});
         token_rows tokens(a, k, n);
-        came = exchange(r, copies, sending(a, copies, k.region, t, tokens, k.heads, k.tokens, [&](u32 to) { return n.rows[a.rank][to]; }),
+        came = exchange(r, copies, sending(a, copies, k.region, t, tokens, k.heads, k.tokens, k.senders, [&](u32 to) { return n.rows[a.rank][to]; }),
                         taking(a, arriving, arrived_rows<copying>(a, copies, k, n, t)));
         copies.finish();
     } else {

@@ -115,10 +115,10 @@ enum progress { MOVED, WAITS, OVER };
 //   own(number)              where the row goes if it is this rank's own, as lanes from PEERS on know it; keep(token, number) does the rest
 //   store_words(token, receivers, place)   stores what lies beside the row in the records of these peers: the lane's is at `place`
 //
-// A warp claims tokens in ascending order and sends each to all its receivers as soon as all have a free place. That cannot stop, because
-// every receiver takes the records of each ring as they come, whatever other rings do (`taking`). Consider the first token of a rank that
-// is not sent. All records ahead of its own were sent, so they are read, and each of its records gets a free place. The warp that has
-// claimed it sends it, since the warp sends what it has claimed in order.
+// The first `senders` warps of each block send. Each of them claims tokens in ascending order and sends each to all its receivers as soon as
+// all have a free place. That cannot stop, because every receiver takes the records of each ring as they come, whatever other rings do
+// (`taking`). Consider the first token of a rank that is not sent. All records ahead of its own were sent, so they are read, and each of its
+// records gets a free place. The warp that has claimed it sends it, since the warp sends what it has claimed in order.
 template <class Copies, class Tokens> struct sending {
     const arguments& a;
     Copies& copies;
@@ -126,7 +126,7 @@ template <class Copies, class Tokens> struct sending {
     const turn& t;
     Tokens& tokens;
     const i32* heads;
-    const u32 end;                // how many tokens there are
+    const u32 end;                // how many tokens there are; 0 for a warp that sends none
     free_places free;
     u32 shared_out;               // the first tokens, which no warp claims, so that none waits for a claim at the start
     u32 limit;                    // of the lane's rank: how many it gets
@@ -135,10 +135,11 @@ template <class Copies, class Tokens> struct sending {
     u32 claimed;                  // of the first lane: the next one, claimed in advance, as that takes as long as a row
 
     template <class Count>
-    DEVICE sending(const arguments& a, Copies& copies, const region_call& g, const turn& t, Tokens& tokens, const i32* heads, u32 end, Count count)
-        : a(a), copies(copies), g(g), t(t), tokens(tokens), heads(heads), end(end), free(g), shared_out(2 * RINGS * gridDim.x),
-          limit(lane_id() < WORLD ? count(rank_of(a, lane_id())) : 0), token(threadIdx.x / 32 * gridDim.x + blockIdx.x),
-          token_after(token + RINGS * gridDim.x), claimed(0) {
+    DEVICE sending(const arguments& a, Copies& copies, const region_call& g, const turn& t, Tokens& tokens, const i32* heads, u32 end, u32 senders,
+                   Count count)
+        : a(a), copies(copies), g(g), t(t), tokens(tokens), heads(heads), end(threadIdx.x / 32 < senders ? end : 0), free(g),
+          shared_out(2 * senders * gridDim.x), limit(lane_id() < WORLD ? count(rank_of(a, lane_id())) : 0),
+          token(threadIdx.x / 32 * gridDim.x + blockIdx.x), token_after(token + senders * gridDim.x), claimed(0) {
         number = look_up(token);
         tokens.next();
         number_after = look_up(token_after);
@@ -356,7 +357,7 @@ template <class Take> struct taking {
     DEVICE u32 awaited() const { return claimed < end ? rank_of(a, lane_id()) : a.rank; }
 };
 
-// Sends a token and takes a record of each peer by turns, so that neither waits for the other, nor do records pile up.
+// Sends a token, if the warp sends, and takes a record of each peer by turns, so that neither waits for the other, nor do records pile up.
 template <class Copies, class Sending, class Taking> DEVICE bool exchange(reader& r, Copies& copies, Sending sent, Taking taken) {
     progress sends = MOVED, takes = MOVED;
     for (;;) {
