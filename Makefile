@@ -64,8 +64,8 @@ ifeq ($(origin TESTS),file)
 	$(EMULATED) cargo test --workspace --all-features --test conformance -- --test-threads 1 $(BEHAVIOURS)
 	$(EMULATED) cargo test -p antiphon-cli --test plan -- between_gpus
 	$(PYTHON) -m maturin develop --quiet
-	$(EMULATED) $(PYTHON) -m pytest -m cuda tests/test_moe_first_calls.py tests/test_cuda_arrays.py tests/test_cuda_plans.py tests/test_plan_collections.py \
-		-k "first_calls or disagree or fused or graphs or refused or refuses"
+	$(EMULATED) $(PYTHON) -m pytest -m cuda tests/test_moe_first_calls.py tests/test_moe_counts_and_rows.py tests/test_cuda_arrays.py tests/test_cuda_plans.py tests/test_plan_collections.py \
+		-k "first_calls or counts_and_rows or disagree or fused or graphs or refused or refuses"
 endif
 
 # Whether the tests notice kernels that lack a release, an acquire, a fence, a wait or a barrier: scripts/mutants.py. The tests are built once.

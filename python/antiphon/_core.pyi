@@ -926,6 +926,30 @@ class Moe:
         """Moves rows along routes: ``x`` ``[T, H]`` to ``received_x`` ``[routes.rows, H]``, and so the scales, ids and weights of the
         rows."""
 
+    def notify_and_dispatch(
+        self,
+        x: _Array,
+        is_token_in_rank: _Array,
+        tokens_per_expert: _Array,
+        received_x: _Array,
+        *,
+        words: _Array,
+        sources: _Array,
+        top_k: int = 0,
+        capacity: int | None = None,
+        scales: _Array | None = None,
+        received_scales: _Array | None = None,
+        ids: _Array | None = None,
+        weights: _Array | None = None,
+        received_ids: _Array | None = None,
+        received_weights: _Array | None = None,
+        side: tuple[int, bool] | None = None,
+    ) -> tuple[MoeByTokenRoutes, bool]:
+        """What :meth:`notify` and :meth:`dispatch` do one after the other, on a GPU: nothing is made between the counts and the rows. With a
+        capacity what is received has that many rows, as has ``sources``. Without one all have as many as may come: the first ones are
+        written if the rows that come fill three quarters of them. Else nothing is moved, and the second result is false: the
+        caller passes memory for ``sources`` (:meth:`MoeByTokenRoutes.keep_sources_in`), and dispatches."""
+
     def combine(
         self,
         routes: MoeByTokenRoutes,

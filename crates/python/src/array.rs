@@ -62,8 +62,17 @@ impl Array {
 
     /// Elements of a row of `[T, H]`.
     pub(crate) fn columns(&self, call: &str) -> Result<usize> {
+        Ok(self.matrix(call)?[1])
+    }
+
+    /// Rows of `[T, H]`.
+    pub(crate) fn rows(&self, call: &str) -> Result<usize> {
+        Ok(self.matrix(call)?[0])
+    }
+
+    fn matrix(&self, call: &str) -> Result<[usize; 2]> {
         match *self.shape {
-            [_, columns] => Ok(columns),
+            [rows, columns] => Ok([rows, columns]),
             _ => {
                 let text = format!("{call}: the {} must be of shape [T, H], not {:?}", self.name, self.shape);
                 Err(PyValueError::new_err(text).into())
@@ -83,6 +92,18 @@ impl Array {
     pub(crate) unsafe fn view_mut<'a>(&self) -> Result<TensorViewMut<'a>, TensorError> {
         // SAFETY: passed on; the operand keeps the memory, and may be written.
         unsafe { self.operand.tensor.view_mut()?.reshape(&self.shape) }
+    }
+
+    /// The first `rows` rows to write.
+    ///
+    /// # Errors
+    /// [`TensorError`] if there are fewer.
+    ///
+    /// # Safety
+    /// As [`view_mut`](Self::view_mut).
+    pub(crate) unsafe fn first_rows<'a>(&self, rows: usize) -> Result<TensorViewMut<'a>, TensorError> {
+        // SAFETY: passed on.
+        unsafe { self.view_mut() }?.narrow(0, 0, rows)
     }
 
     /// Writes these bytes into an array on the host, which must have as many.

@@ -132,6 +132,7 @@ class Calls:
         self.world_size = world_size
         #: How many multiprocessors calls of this object on GPUs use, at most.
         self.num_sms = Moe.NUM_SMS
+        self._room = _Room()
 
     def _ready(self) -> Moe:
         self._core.num_sms = self.num_sms
@@ -195,50 +196,73 @@ class Calls:
         if list(layout.is_token_in_rank.shape) != [len(x), self.world_size]:
             expected, found = [len(x), self.world_size], list(layout.is_token_in_rank.shape)
             raise ValueError(f"dispatch: is_token_in_rank must be of shape [T, R] = {expected}, not {found}")
-        top_k = 0 if ids is None else ids.shape[1]
         is_token_in_rank = layout.is_token_in_rank.contiguous()
         # Contiguous, as all that is passed on.
-        x, scales = x.contiguous(), None if scales is None else scales.contiguous()
-        per_expert = layout.tokens_per_expert.contiguous()
-        words: dict[str, Tensor] = {}
+        x, scales, ids, weights = x.detach().contiguous(), _contiguous(scales), _contiguous(ids), _contiguous(weights)
+        layout = layout._replace(tokens_per_expert=layout.tokens_per_expert.contiguous(), is_token_in_rank=is_token_in_rank)
+        if x.is_cuda:
+            return self._dispatch_on_gpu(layout, Received(x, scales, ids, weights), capacity, side)
         # What may not find memory comes before what peers wait for.
         received = None if capacity is None else _rows(capacity, x, scales, ids, weights)
-        sources = None
-        if x.is_cuda:
-            words = self._words(x, len(per_expert), capacity or 0)
-            sources = None if capacity is None else words["sources"]
         core = self._ready().notify(
             _codes(x),
             is_token_in_rank.view(torch.uint8),
-            per_expert,
-            top_k=top_k,
+            layout.tokens_per_expert,
+            top_k=0 if ids is None else ids.shape[1],
             scales=scales,
             capacity=capacity,
-            words=words.get("all"),
-            sources=sources,
-            side=_raw(side),
         )
         with on_all_ranks(self._core, "dispatch"):
-            if side is not None:
-                side.keep(words.get("all"), per_expert, is_token_in_rank)
-            if words and sources is None:
-                sources = words["all"].new_empty(core.rows)
-                core.keep_sources_in(sources)
             if received is None:
                 received = _rows(core.rows, x, scales, ids, weights)
             self._move(core, received, x, scales, ids, weights, side)
-        if side is not None:
-            side.keep(sources)
-        if sources is None:
-            return received, _host_routes(core, is_token_in_rank, self.world_size)
-        return received, self._cuda_routes(core, words, sources, is_token_in_rank)
+        return received, _host_routes(core, is_token_in_rank, self.world_size)
 
-    def _words(self, x: Tensor, num_experts: int, capacity: int) -> dict[str, Tensor]:
-        """What routes keep on a GPU, and behind it the token of each row of a capacity."""
-        parts = Moe.route_words(self.world_size, num_experts, len(x))
-        end = parts[-1][2]
-        words = x.new_empty(end + capacity, dtype=torch.int32)
-        return {"words": words, "sources": words[end:]} | {name: words[begin:end] for name, begin, end in parts}
+    def _dispatch_on_gpu(
+        self, layout: Layout, tokens: Received, capacity: int | None, side: Side | None
+    ) -> tuple[Received, ByTokenRoutes]:
+        """As :meth:`dispatch`, of tensors that are checked. Without a capacity as many rows are made ready as may come, judged by the calls
+        before, so that nothing is made while the GPUs wait."""
+        x, scales, ids, weights = tokens
+        room = self._room.of(len(x)) if capacity is None else capacity
+        end = Moe.route_words(self.world_size, len(layout.tokens_per_expert), len(x))[-1][2]
+        # Behind the words of routes with a capacity is the token of each row; see `words_of`.
+        words = x.new_empty(end + (capacity or 0), dtype=torch.int32)
+        sources = words.new_empty(room) if capacity is None else words[end:]
+        received = _rows(room, x, scales, ids, weights)
+        core, is_moved = self._ready().notify_and_dispatch(
+            _codes(x),
+            layout.is_token_in_rank.view(torch.uint8),
+            layout.tokens_per_expert,
+            _codes(received.x),
+            words=words if capacity is None else words[:end],
+            sources=sources,
+            top_k=0 if ids is None else ids.shape[1],
+            capacity=capacity,
+            scales=scales,
+            received_scales=received.scales,
+            ids=ids,
+            weights=weights,
+            received_ids=received.ids,
+            received_weights=received.weights,
+            side=_raw(side),
+        )
+        if side is not None:
+            side.keep(words, layout.tokens_per_expert, layout.is_token_in_rank, sources, *tokens, *received)
+        rows = core.rows
+        if not is_moved:
+            with on_all_ranks(self._core, "dispatch"):
+                sources = words.new_empty(rows)
+                core.keep_sources_in(sources)
+                received = _rows(rows, x, scales, ids, weights)
+                self._move(core, received, x, scales, ids, weights, side)
+            if side is not None:
+                side.keep(sources)
+        elif rows != room:
+            sources, received = sources[:rows], _first(rows, received)
+        if capacity is None:
+            self._room.learn(len(x), rows)
+        return received, self._cuda_routes(core, layout, len(x), words, sources)
 
     def words_of(self, routes: ByTokenRoutes) -> Tensor:
         """Routes with a capacity as a tensor, int32, on their device."""
@@ -262,21 +286,23 @@ class Calls:
         )
 
     def _cuda_routes(
-        self, core: MoeByTokenRoutes, words: dict[str, Tensor], sources: Tensor, is_token_in_rank: Tensor
+        self, core: MoeByTokenRoutes, layout: Layout, num_tokens: int, words: Tensor, sources: Tensor
     ) -> ByTokenRoutes:
+        parts = Moe.route_words(self.world_size, len(layout.tokens_per_expert), num_tokens)
+        part = {name: words[begin:end] for name, begin, end in parts}
         zeros = self._zeros.get(sources.device)
         if zeros is None:
             zeros = self._zeros[sources.device] = sources.new_zeros(self.world_size, 1)
         routes = ByTokenRoutes(
-            words["rank_prefix_matrix"].view(self.world_size, self.world_size),
-            words["routed_to_each"].view(self.world_size, 1),
+            part["rank_prefix_matrix"].view(self.world_size, self.world_size),
+            part["routed_to_each"].view(self.world_size, 1),
             zeros,
             sources,
-            is_token_in_rank,
-            words["send_head"].view(-1, self.world_size),
-            words["overflow"],
+            layout.is_token_in_rank,
+            part["send_head"].view(-1, self.world_size),
+            part["overflow"],
         )
-        routes.core, routes.counts, routes.words = core, words["tokens_per_expert"], words["words"]
+        routes.core, routes.counts, routes.words = core, part["tokens_per_expert"], words
         return routes
 
     def dispatch_along(
@@ -310,10 +336,7 @@ class Calls:
         weights: Tensor | None,
         side: Side | None,
     ) -> None:
-        def contiguous(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.detach().contiguous()
-
-        x, scales, ids, weights = x.detach().contiguous(), contiguous(scales), contiguous(ids), contiguous(weights)
+        x, scales, ids, weights = x.detach().contiguous(), _contiguous(scales), _contiguous(ids), _contiguous(weights)
         self._ready().dispatch(
             core,
             _codes(x),
@@ -465,6 +488,31 @@ def _host_routes(core: MoeByTokenRoutes, is_token_in_rank: Tensor, world_size: i
     )
     routes.core = core
     return routes
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().contiguous()
+
+
+class _Room:
+    """How many rows may come, judged by those that came last for about as many tokens."""
+
+    def __init__(self) -> None:
+        self._by_tokens: dict[int, int] = {}
+
+    def of(self, tokens: int) -> int:
+        return self._by_tokens.get(tokens.bit_length(), 0)
+
+    def learn(self, tokens: int, rows: int) -> None:
+        # Few sizes, so that an allocator finds the memory of a call before.
+        step = 1 << max(rows.bit_length() - 5, 0)
+        self._by_tokens[tokens.bit_length()] = -(-(rows + rows // 32) // step) * step
+
+
+def _first(count: int, received: Received) -> Received:
+    """The first ``count`` rows."""
+    _, scales, ids, weights = (None if each is None else each[:count] for each in received)
+    return Received(received.x[:count], scales, ids, weights)
 
 
 def _rows(count: int, x: Tensor, scales: Tensor | None, ids: Tensor | None, weights: Tensor | None) -> Received:

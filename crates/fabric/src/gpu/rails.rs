@@ -55,6 +55,7 @@ impl Rails {
         });
         let nvshmem = together(comm, found.map_err(FabricError::from))?;
         check_processes(comm)?;
+        together(comm, check_room(context, bytes))?;
         start(comm, context, nvshmem, runtime)?;
         let memory = together(comm, nvshmem.allocate(context, bytes).map_err(FabricError::from))?;
         let clear = || -> Result<(), CudaError> {
@@ -102,6 +103,15 @@ fn together<T>(comm: &Communicator, mine: Result<T, FabricError>) -> Result<T, F
         FabricError::Device(_) | FabricError::InvalidArgument(_) => FabricError::Nvshmem(error.to_string()),
         other => other,
     })
+}
+
+/// Checks that the GPU has room for so many bytes, as NVSHMEM ends the process where it has not.
+fn check_room(context: &Context, bytes: usize) -> Result<(), FabricError> {
+    let free = context.memory()?.free_bytes;
+    match bytes as u64 <= free {
+        true => Ok(()),
+        false => Err(FabricError::Nvshmem(format!("it needs {bytes} bytes, and the GPU has {free} bytes left"))),
+    }
 }
 
 /// Checks that each rank has a process of its own.

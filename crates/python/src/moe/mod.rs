@@ -13,11 +13,12 @@ use antiphon::{
         self, Choices, Combine, Dispatch, MoeConfig, MoeError, Routing, RowFormat, Tokens,
         cuda::{CudaByTokenRoutes, RouteMemory},
     },
-    prelude::FabricError,
+    prelude::{Device, FabricError},
     session::{self, MoeStream, SessionError},
+    tensor::TensorError,
 };
 use pyo3::{
-    exceptions::{PyRuntimeError, PyValueError},
+    exceptions::{PyRuntimeError, PyTypeError, PyValueError},
     prelude::*,
     types::PyBytes,
 };
@@ -57,6 +58,56 @@ pub(crate) type Side = (RawStream, bool);
 #[doc = stub!("MoeByTokenRoutes")]
 #[pyclass(frozen, module = "antiphon")]
 pub(crate) struct MoeByTokenRoutes(Routes<moe::ByTokenRoutes, CudaByTokenRoutes>);
+
+/// The arrays of a dispatch that have rows of tokens, or of what is received.
+struct RowArrays {
+    x: Array,
+    scales: Option<Array>,
+    ids: Option<Array>,
+    weights: Option<Array>,
+}
+
+/// Arrays as Python gives them: `x`, `scales`, `ids` and `weights`.
+type GivenRows<'a, 'py> = (&'a Bound<'py, PyAny>, [Given<'a, 'py>; 3]);
+
+impl RowArrays {
+    /// Those of the tokens and those that rows go to, which are apart from all others.
+    fn pair(from: GivenRows<'_, '_>, to: GivenRows<'_, '_>) -> Result<[Self; 2]> {
+        let from = Self {
+            x: Array::read(from.0, "x")?,
+            scales: Array::given(from.1[0], "scales", Array::read)?,
+            ids: Array::given(from.1[1], "ids", Array::read)?,
+            weights: Array::given(from.1[2], "weights", Array::read)?,
+        };
+        let to = Self {
+            x: Array::write(to.0, "received_x")?,
+            scales: Array::given(to.1[0], "received_scales", Array::write)?,
+            ids: Array::given(to.1[1], "received_ids", Array::write)?,
+            weights: Array::given(to.1[2], "received_weights", Array::write)?,
+        };
+        if [&from, &to].iter().any(|rows| rows.ids.is_some() != rows.weights.is_some()) {
+            return Err(PyValueError::new_err("dispatch: ids need weights, and weights need ids").into());
+        }
+        check_apart("dispatch", &from.all(), &to.all())?;
+        Ok([from, to])
+    }
+
+    fn all(&self) -> [Option<&Array>; 4] {
+        [Some(&self.x), self.scales.as_ref(), self.ids.as_ref(), self.weights.as_ref()]
+    }
+
+    /// The tensors of the arrays.
+    fn tokens<T>(&self, view: impl Fn(&Array) -> Result<T, TensorError>) -> Result<Tokens<T>> {
+        let given = |array: &Option<Array>| array.as_ref().map(&view).transpose();
+        Ok(Tokens {
+            x: view(&self.x)?,
+            scales: given(&self.scales)?,
+            choices: given(&self.ids)?
+                .zip(given(&self.weights)?)
+                .map(|(ids, weights)| Choices { ids, weights }),
+        })
+    }
+}
 
 impl Moe {
     fn lock(&self) -> MutexGuard<'_, Option<moe::Moe>> {
@@ -105,6 +156,33 @@ impl Moe {
         })?;
         Ok(outcome.ok_or_else(closed)?)
     }
+}
+
+/// What ranks agree on before a dispatch: `layout` is `is_token_in_rank` and `tokens_per_expert`.
+///
+/// # Safety
+/// As [`Array::view`].
+unsafe fn routing<'a>(
+    x: &Array,
+    scales: Option<&Array>,
+    [in_rank, per_expert]: &[Array; 2],
+    top_k: usize,
+    capacity: Option<usize>,
+) -> Result<Routing<'a>> {
+    Ok(Routing {
+        num_experts: per_expert.elements(),
+        top_k,
+        // SAFETY: passed on.
+        is_token_in_rank: unsafe { in_rank.view() }?,
+        // SAFETY: passed on.
+        tokens_per_expert: unsafe { per_expert.view() }?,
+        format: RowFormat {
+            hidden: x.columns("dispatch")?,
+            dtype: x.dtype(),
+            scales: scales.map(|scales| scales.dtype()),
+        },
+        capacity,
+    })
 }
 
 #[pymethods]
@@ -302,19 +380,12 @@ impl Moe {
         side: Option<Side>,
     ) -> Result<MoeByTokenRoutes> {
         let (x, scales) = (Array::read(x, "x")?, Array::given(scales, "scales", Array::read)?);
-        let in_rank = Array::read(is_token_in_rank, "is_token_in_rank")?;
-        let per_expert = Array::read(tokens_per_expert, "tokens_per_expert")?;
-        let hidden = x.columns("dispatch")?;
-        let routing = Routing {
-            num_experts: per_expert.elements(),
-            top_k,
-            // SAFETY: the arrays live until this returns; that nobody writes them meanwhile is the caller's to see to.
-            is_token_in_rank: unsafe { in_rank.view() }?,
-            // SAFETY: as above.
-            tokens_per_expert: unsafe { per_expert.view() }?,
-            format: RowFormat { hidden, dtype: x.dtype(), scales: scales.map(|scales| scales.dtype()) },
-            capacity,
-        };
+        let layout = [
+            Array::read(is_token_in_rank, "is_token_in_rank")?,
+            Array::read(tokens_per_expert, "tokens_per_expert")?,
+        ];
+        // SAFETY: the arrays live until this returns; that nobody writes them meanwhile is the caller's to see to.
+        let routing = unsafe { routing(&x, scales.as_ref(), &layout, top_k, capacity) }?;
         let Some(device) = routing.is_token_in_rank.device().cuda_ordinal() else {
             return Ok(MoeByTokenRoutes(Routes::Host(self.run(py, |moe, comm| moe.notify(comm, &routing))?)));
         };
@@ -352,42 +423,15 @@ impl Moe {
         received_weights: Given<'_, '_>,
         side: Option<Side>,
     ) -> Result<()> {
-        let (x, received_x) = (Array::read(x, "x")?, Array::write(received_x, "received_x")?);
-        let scales = Array::given(scales, "scales", Array::read)?;
-        let received_scales = Array::given(received_scales, "received_scales", Array::write)?;
-        let (ids, weights) =
-            (Array::given(ids, "ids", Array::read)?, Array::given(weights, "weights", Array::read)?);
-        let received_ids = Array::given(received_ids, "received_ids", Array::write)?;
-        let received_weights = Array::given(received_weights, "received_weights", Array::write)?;
-        if ids.is_some() != weights.is_some() || received_ids.is_some() != received_weights.is_some() {
-            return Err(PyValueError::new_err("dispatch: ids need weights, and weights need ids").into());
-        }
-        check_apart(
-            "dispatch",
-            &[Some(&x), scales.as_ref(), ids.as_ref(), weights.as_ref()],
-            &[Some(&received_x), received_scales.as_ref(), received_ids.as_ref(), received_weights.as_ref()],
+        let [from, to] = RowArrays::pair(
+            (x, [scales, ids, weights]),
+            (received_x, [received_scales, received_ids, received_weights]),
         )?;
-        // SAFETY: the arrays live until this returns, the written ones are apart from all others; that nobody else uses them
-        // meanwhile is the caller's to see to.
-        let read = |array: &Option<Array>| array.as_ref().map(|array| unsafe { array.view() }).transpose();
-        // SAFETY: as above.
-        let write =
-            |array: &Option<Array>| array.as_ref().map(|array| unsafe { array.view_mut() }).transpose();
         let call = Dispatch {
-            tokens: Tokens {
-                // SAFETY: as above.
-                x: unsafe { x.view() }?,
-                scales: read(&scales)?,
-                choices: read(&ids)?.zip(read(&weights)?).map(|(ids, weights)| Choices { ids, weights }),
-            },
-            received: Tokens {
-                // SAFETY: as above.
-                x: unsafe { received_x.view_mut() }?,
-                scales: write(&received_scales)?,
-                choices: write(&received_ids)?
-                    .zip(write(&received_weights)?)
-                    .map(|(ids, weights)| Choices { ids, weights }),
-            },
+            // SAFETY: the arrays live until this returns; that nobody writes them meanwhile is the caller's to see to.
+            tokens: from.tokens(|array| unsafe { array.view() })?,
+            // SAFETY: these are apart from all others; that nobody else uses them meanwhile is the caller's to see to.
+            received: to.tokens(|array| unsafe { array.view_mut() })?,
         };
         if let Some(device) = call.tokens.x.device().cuda_ordinal() {
             let routes = routes.0.cuda("dispatch")?;
@@ -397,6 +441,78 @@ impl Moe {
         }
         let routes = routes.0.host("dispatch")?;
         self.run(py, |moe, comm| moe.dispatch(comm, routes, call))
+    }
+
+    #[doc = stub!("Moe.notify_and_dispatch")]
+    #[pyo3(signature = (x, is_token_in_rank, tokens_per_expert, received_x, *, words, sources, top_k = 0, capacity = None, scales = None, received_scales = None, ids = None, weights = None, received_ids = None, received_weights = None, side = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last eleven")]
+    fn notify_and_dispatch(
+        &self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        is_token_in_rank: &Bound<'_, PyAny>,
+        tokens_per_expert: &Bound<'_, PyAny>,
+        received_x: &Bound<'_, PyAny>,
+        words: &Bound<'_, PyAny>,
+        sources: &Bound<'_, PyAny>,
+        top_k: usize,
+        capacity: Option<usize>,
+        scales: Given<'_, '_>,
+        received_scales: Given<'_, '_>,
+        ids: Given<'_, '_>,
+        weights: Given<'_, '_>,
+        received_ids: Given<'_, '_>,
+        received_weights: Given<'_, '_>,
+        side: Option<Side>,
+    ) -> Result<(MoeByTokenRoutes, bool)> {
+        let [from, to] = RowArrays::pair(
+            (x, [scales, ids, weights]),
+            (received_x, [received_scales, received_ids, received_weights]),
+        )?;
+        let layout = [
+            Array::read(is_token_in_rank, "is_token_in_rank")?,
+            Array::read(tokens_per_expert, "tokens_per_expert")?,
+        ];
+        let (words, sources) = (Array::write(words, "words")?, Array::write(sources, "sources")?);
+        // SAFETY: the arrays live until this returns; that nobody writes them meanwhile is the caller's to see to.
+        let routing = unsafe { routing(&from.x, from.scales.as_ref(), &layout, top_k, capacity) }?;
+        // SAFETY: as above.
+        let tokens = from.tokens(|array| unsafe { array.view() })?;
+        let Some(device) = tokens.x.device().cuda_ordinal() else {
+            return Err(PyTypeError::new_err("notify_and_dispatch: x must be on a GPU").into());
+        };
+        let room = to.x.rows("dispatch")?;
+        let memory = RouteMemory::Callers {
+            // SAFETY: the caller keeps these arrays as long as the routes.
+            words: unsafe { words.view_mut() }?,
+            // SAFETY: as above.
+            sources: capacity.map(|_| unsafe { sources.view_mut() }).transpose()?,
+        };
+        // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
+        let mut routes =
+            self.run_cuda(py, device, side, |moe, stream| unsafe { moe.notify(stream, &routing, memory) })?;
+        let rows = routes.rows();
+        // Memory that few rows would keep is not used.
+        if capacity.is_none() && !(room / 4 * 3..=room).contains(&rows) {
+            return Ok((MoeByTokenRoutes(Routes::Cuda(Mutex::new(routes))), false));
+        }
+        let moved = || {
+            if capacity.is_none() {
+                // SAFETY: the caller keeps the array as long as the routes.
+                unsafe { routes.keep_sources_in(sources.first_rows(rows)?, Device::Cuda(device)) }?;
+            }
+            // SAFETY: these are apart from all others; that nobody else uses them meanwhile is the caller's to see to.
+            let received = to.tokens(|array| unsafe { array.first_rows(rows) })?;
+            let call = Dispatch { tokens, received };
+            // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
+            self.run_cuda(py, device, side, |moe, stream| unsafe { moe.dispatch(stream, &routes, call) })
+        };
+        moved().map_err(|error| {
+            let error = PyErr::from(error);
+            self.give_up(py, &error.to_string()); // peers have the counts, and wait for rows
+            error
+        })?;
+        Ok((MoeByTokenRoutes(Routes::Cuda(Mutex::new(routes))), true))
     }
 
     #[doc = stub!("Moe.combine")]
