@@ -842,10 +842,15 @@ class Moe:
     def region_bytes(self) -> int: ...
     @property
     def num_sms(self) -> int:
-        """How many multiprocessors a call on CUDA arrays uses, at most (24). Setting it raises ``ValueError`` for 0."""
+        """How many multiprocessors a call on CUDA arrays uses, at most (24). 0 leaves it to the call, which takes the fewest that cost little
+        time for its size, as :meth:`tune` has found, or else as suits H200s."""
 
     @num_sms.setter
     def num_sms(self, num_sms: int) -> None: ...
+    def tune(self, device: int, hidden: int, smallest: int, largest: int) -> None:
+        """Measures how many multiprocessors dispatches and combines by token need, for tokens of ``hidden`` bf16 of which each rank has a
+        number from ``smallest`` to ``largest``, and keeps that in the cache for all later communicators of as many ranks on such GPUs. It
+        takes some seconds. All ranks call it together, with nothing under way on the device."""
     @property
     def closed(self) -> bool: ...
     def check(self) -> None:

@@ -17,7 +17,8 @@ pub struct MoeConfig {
     /// one means fewer pieces, which on the host gain nothing once a half is beyond the caches. Between GPUs 0 makes an instance
     /// for calls to slots alone.
     pub region_bytes: usize,
-    /// How many multiprocessors a call by token or by expert uses, at most. The host has none.
+    /// How many multiprocessors a call by token or by expert uses, at most; 0 leaves it to the instance, which takes the fewest that cost
+    /// little time for the size of the call ([`Multiprocessors`](crate::Multiprocessors)). The host has none. Ranks may differ.
     pub num_sms: u32,
     /// The largest calls to slots. Between GPUs such calls have memory of their own, of
     /// [`SlotLimits::bytes`]; without this there is none, and such calls are refused. On the host they need no memory, and

@@ -76,6 +76,7 @@ mod instance;
 pub mod layout;
 #[cfg(test)]
 mod machine_code;
+mod multiprocessors;
 mod pool;
 mod region;
 mod routes;
@@ -92,5 +93,6 @@ pub use config::MoeConfig;
 pub use error::{MoeError, Result};
 pub use instance::Moe;
 pub use layout::{Layout, layout};
+pub use multiprocessors::{Movement, Multiprocessors, SmTimes};
 pub use routes::{ByTokenRoutes, route_words};
 pub use slots::{CombineFormat, ReceivedSlots, SlotCombine, SlotDispatch, SlotFormat, SlotRoutes};

@@ -58,6 +58,7 @@ mod failure;
 mod gpu;
 mod mixed;
 mod moe;
+mod moe_tuning;
 mod order;
 mod parts;
 mod plan;

@@ -1,21 +1,23 @@
 //! Mixtures of experts on the GPUs of a session.
 
-use std::{fmt, sync::Arc};
+use std::{fmt, ops::RangeInclusive, sync::Arc};
 
 use antiphon_collectives::cuda::OnFailure;
 use antiphon_device::{
     cuda::{Context, Event, StreamRef},
     sync::Mutex,
 };
+use antiphon_fabric::Communicator;
 use antiphon_moe::{
-    ByExpertCombine, ByExpertDispatch, ByExpertRouting, Combine, Dispatch, MoeConfig, MoeError, Routing,
+    ByExpertCombine, ByExpertDispatch, ByExpertRouting, Combine, Dispatch, MoeConfig, MoeError,
+    Multiprocessors, Routing,
     by_expert::cuda::CudaByExpertRoutes,
     cuda::{CudaByTokenRoutes, CudaMoe, RouteMemory},
 };
 use antiphon_tensor::{TensorView, TensorViewMut};
 
 use crate::{
-    GpuStream, Result, Session,
+    GpuStream, Result, Session, moe_tuning,
     parts::{Part, Parts, lock},
 };
 
@@ -109,6 +111,21 @@ impl Moe {
         *lock(&self.num_sms) = num_sms;
     }
 
+    /// Measures how many multiprocessors dispatches and combines by token need, for tokens of `hidden` bf16 of which each rank has a number
+    /// in `tokens`, and keeps that in the cache, from which every [`Moe`] on such GPUs takes it that is made from then on. Calls with
+    /// [`MoeConfig::num_sms`] 0 take it. It takes some seconds. All ranks call it together, with nothing under way on the device.
+    ///
+    /// # Errors
+    /// As the calls; [`CollectiveError::Tuning`](antiphon_collectives::CollectiveError::Tuning) when the cache cannot be written.
+    pub fn tune(&self, device: u32, hidden: usize, tokens: RangeInclusive<usize>) -> Result<Multiprocessors> {
+        self.open(device)?;
+        self.gpus.run(device, |comm, gpu: &mut Gpu| {
+            let chosen = moe_tuning::measure(comm, &gpu.moe, hidden, tokens)?;
+            gpu.moe.choose(chosen.clone());
+            Ok(chosen)
+        })
+    }
+
     /// Returns the failure that kernels of these calls have reported, if any.
     ///
     /// # Errors
@@ -129,9 +146,6 @@ impl Moe {
         call: impl FnOnce(&CudaMoe, StreamRef<'_>) -> Result<T, MoeError>,
     ) -> Result<T> {
         let num_sms = self.num_sms();
-        let make = |comm: &_, context: &Context| {
-            Ok(Gpu { moe: CudaMoe::new(comm, context, self.config)?, order: Event::new(context)? })
-        };
         let work = |Gpu { moe, order }: &mut Gpu| {
             moe.set_num_sms(num_sms)?;
             let current = current.on(moe.context());
@@ -146,7 +160,24 @@ impl Moe {
             }
             Ok(result)
         };
-        self.gpus.with((current.device(), Some(current)), "MoE call", make, work)
+        self.gpus.with((current.device(), Some(current)), "MoE call", self.make(), work)
+    }
+
+    /// Makes what calls on a GPU need, together with the peers.
+    fn make(&self) -> impl FnOnce(&Communicator, &Context) -> Result<Gpu> {
+        |comm, context| {
+            let moe = CudaMoe::new(comm, context, self.config)?;
+            moe.choose(moe_tuning::load(comm, context)?);
+            Ok(Gpu { moe, order: Event::new(context)? })
+        }
+    }
+
+    /// Opens a GPU, which the first call on it does else, together with the other ranks.
+    ///
+    /// # Errors
+    /// As a call.
+    pub fn open(&self, device: u32) -> Result {
+        self.gpus.with((device, None), "MoE call", self.make(), |_| Ok(()))
     }
 
     /// As [`CudaMoe::layout`].

@@ -135,6 +135,19 @@ impl<P: Part> Parts<P> {
         find(&mut lock(&self.open), device).map(work)
     }
 
+    /// What `work` returns with the part of a device that is open, in the queue's turn.
+    ///
+    /// # Errors
+    /// [`SessionError::Closed`]; as `work`.
+    pub(crate) fn run<T>(
+        &self,
+        device: u32,
+        work: impl FnOnce(&Communicator, &mut P) -> Result<T>,
+    ) -> Result<T> {
+        self.shared
+            .run(|comm| self.with_open(device, |part| work(comm, part)).unwrap_or(Err(SessionError::Closed)))
+    }
+
     /// What `work` returns with the part of a device, which `make` makes if it is not open: together with the peers, so in the queue's
     /// turn, where another thread may have been faster.
     ///

@@ -138,6 +138,10 @@ class Calls:
         self._core.num_sms = self.num_sms
         return self._core
 
+    def tune(self, device: int, hidden: int, smallest: int, largest: int) -> None:
+        """Measures how many multiprocessors calls need where :attr:`num_sms` is 0."""
+        self._core.tune(device, hidden, smallest, largest)
+
     def check(self) -> None:
         """Raises what has gone wrong in calls on GPUs that are over by now."""
         self._core.check()

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from antiphon import Communicator
+from antiphon._core import Moe
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.moe._arguments import (
     check_routes,
@@ -52,17 +53,31 @@ class ExpertParallel:
     ``comm_or_group`` is an :class:`antiphon.Communicator` or a torch process group of any backend, whose ranks meet for the
     first such object of it. Calls are collective: all ranks make the same ones in the same order. Any number of tokens is
     served, a different one on each rank, zero too. Weights of routers may be of any floating-point dtype: they are cast to float32.
+    ``num_sms`` is how many multiprocessors of a GPU a call takes at most; with 0 it takes the fewest that cost little time for its
+    size (see :meth:`tune`).
 
     Raises ``ValueError`` if the experts cannot be divided among the ranks, for more than 1024 of each, and for a ``hidden`` below 1 or odd, as rows are whole 16 bytes;
     ``TypeError`` for numbers that are no integers. Methods raise ``TypeError`` for what is no dense tensor, or of a dtype that is
     not served, and ``ValueError`` for shapes and numbers that do not suit each other, before anything is sent.
     """
 
-    def __init__(self, comm_or_group: "Communicator | ProcessGroup | None", num_experts: int, hidden: int) -> None:
+    def __init__(
+        self, comm_or_group: "Communicator | ProcessGroup | None", num_experts: int, hidden: int, *, num_sms: int = Moe.NUM_SMS
+    ) -> None:
         self.comm = communicator("ExpertParallel", comm_or_group)
         self.num_experts = experts("ExpertParallel", num_experts, self.comm.world_size)
         self.hidden = hidden_size("ExpertParallel", hidden)
+        num_sms = whole("ExpertParallel", "num_sms", num_sms)
         self._calls = calls_of(self.comm)
+        self._calls.num_sms = num_sms
+
+    def tune(self, smallest: int, largest: int) -> None:
+        """Measures on the current GPU how many multiprocessors dispatches and combines by token need, of tokens of bfloat16 of which each rank
+        has a number from ``smallest`` to ``largest``. It keeps that in the cache for all later communicators of as many ranks on such GPUs, and
+        takes some seconds. All ranks call it together, with nothing under way."""
+        smallest = whole("tune", "smallest", smallest, 1)
+        largest = whole("tune", "largest", largest, smallest)
+        self._calls.tune(torch.cuda.current_device(), self.hidden, smallest, largest)
 
     def __repr__(self) -> str:
         place = f"rank {self.comm.rank} of {self.comm.world_size}"
@@ -167,6 +182,7 @@ class ExpertParallel:
             "call": name,
         }
         calls = by_expert_calls_of(self.comm)
+        calls.dispatch_sms = calls.combine_sms = self._calls.num_sms
         probs = None if probs is None else router_weights(name, probs)
         rows, row_probs = DispatchByMap.apply(x, probs, calls, plain, call)  # type: ignore[no-untyped-call]
         return plain[0]._replace(x=rows, probs=row_probs)

@@ -1,5 +1,6 @@
 //! `antiphon tune`: measures which algorithm is fastest at which size, and keeps the result.
 
+mod moe;
 mod plans;
 
 use std::io::{Write, stdout};
@@ -31,6 +32,9 @@ use crate::{
 /// With --plans the plans of a folder are measured, each proved first, beside this library's own calls, and the table tells of each size what
 /// does it and why. A collection of these plans and calls, in the same order (calls, then plans by the names of their files), finds the times.
 ///
+/// With --moe dispatches and combines of mixtures of experts are measured with several numbers of multiprocessors, and the table tells how
+/// many they take where the program leaves the number open.
+///
 /// Under `antiphon run` or torchrun, on one machine or several, the ranks of that launch are measured.
 #[derive(Debug, Clone, clap::Args)]
 #[command(after_help = "\
@@ -38,6 +42,7 @@ Examples:
   antiphon tune
   antiphon tune --ranks 4
   antiphon tune --device cuda
+  antiphon tune --device cuda --moe --hidden 7168 --tokens 16..4K
   antiphon tune --device cuda --plans plans --dtype bf16 --sizes 1K..4M")]
 pub struct Args {
     /// The device of the tensors and of the computation
@@ -51,6 +56,9 @@ pub struct Args {
     #[command(flatten)]
     plans: plans::Plans,
 
+    #[command(flatten)]
+    experts: moe::Experts,
+
     /// Be one of the ranks that the command starts
     #[arg(long, hide = true)]
     worker: bool,
@@ -61,6 +69,9 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// Runs the command.
 pub fn execute(args: Args) -> ExitStatus {
     let done = match (&args.plans.plans, args.device, args.worker) {
+        _ if args.experts.moe && args.device == DeviceKind::Host => Err("--moe is for --device cuda".into()),
+        _ if args.experts.moe && args.worker => moe::work(&args.experts),
+        _ if args.experts.moe => start(&args),
         (None, device, true) => work(device),
         (None, _, false) => start(&args),
         (Some(_), DeviceKind::Host, _) => Err("--plans is for --device cuda".into()),

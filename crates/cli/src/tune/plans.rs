@@ -36,7 +36,7 @@ use crate::{
 #[command(next_help_heading = "Plans")]
 pub struct Plans {
     /// On cuda: measure the plans of this folder (its .json files) beside the built-in calls instead, for collections of the same plans
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", conflicts_with = "moe")]
     pub plans: Option<PathBuf>,
 
     /// The kind of elements: f64, f32, f16, bf16, i64, i32, i8, u8

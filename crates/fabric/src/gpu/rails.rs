@@ -110,7 +110,9 @@ fn check_room(context: &Context, bytes: usize) -> Result<(), FabricError> {
     let free = context.memory()?.free_bytes;
     match bytes as u64 <= free {
         true => Ok(()),
-        false => Err(FabricError::Nvshmem(format!("it needs {bytes} bytes, and the GPU has {free} bytes left"))),
+        false => {
+            Err(FabricError::Nvshmem(format!("it needs {bytes} bytes, and the GPU has {free} bytes left")))
+        }
     }
 }
 

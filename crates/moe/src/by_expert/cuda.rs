@@ -22,7 +22,7 @@ use super::{
     of_combine, of_dispatch, signature_of_routing, signature_of_rows, signature_of_sums,
 };
 use crate::{
-    RowFormat,
+    Movement, RowFormat,
     by_token::{
         cuda::SUMMED,
         family::{NotifyCall, Notifying, RegionCall, UNBOUNDED},
@@ -382,6 +382,7 @@ impl CudaMoe {
         let RouteSizes { sizes, order, .. } = routes.route_sizes;
         let (tokens, local) = (sizes.tokens as u32, sizes.local() as u32);
         let at = |words: fn(&ByExpertWords) -> Range<usize>| routes.at(words);
+        let blocks = self.blocks(Movement::DispatchByExpert, routing.map.num_bytes());
         let list = ListCall {
             map: of_dispatch("routing map").address(&routing.map, self.device())?,
             bits: at(ByExpertWords::bits),
@@ -393,13 +394,12 @@ impl CudaMoe {
             most: at(ByExpertWords::own_most),
             tokens,
             experts: sizes.num_experts as u32,
-            chunk: Listing::chunk(routes.words.units(), self.blocks(), sizes.local(), sizes.world_size)
-                as u32,
+            chunk: Listing::chunk(routes.words.units(), blocks, sizes.local(), sizes.world_size) as u32,
         };
         let alone = Signature::new(Operation::DispatchByExpert);
         for kernel in [ListKernel::Count, ListKernel::List] {
             // SAFETY: the routes have room for what the kernel writes, and last; the caller answers for the map.
-            unsafe { self.launch_kernel(Listing, kernel, &alone, Blocks::All, list, stream) }?;
+            unsafe { self.launch_kernel(Listing, kernel, &alone, Blocks::Of(blocks), list, stream) }?;
         }
         let call = NotifyCall {
             in_rank: at(ByExpertWords::in_rank),
@@ -469,6 +469,8 @@ impl CudaMoe {
         let words =
             if from.probs.is_some() { 2 } else { 1 } * local + if has_scale_rows { 0 } else { scales };
         let family = ByExpertMoving { staging: self.staging() };
+        let tokens = route_sizes.sizes.tokens;
+        let blocks = self.blocks(Movement::DispatchByExpert, tokens * format.row_bytes());
         let rows = ByExpertRowsCall {
             counts: routes.plan.at(RouteWords::counts),
             starts: routes.plan.at(RouteWords::starts),
@@ -490,17 +492,17 @@ impl CudaMoe {
             )?,
             to_probs: optional("received probs", to_probs.map(|view| view.as_view()).as_ref(), false)?,
             region: self.region_of_map(of_dispatch("x"), format.row_bytes() + second, words)?,
-            tokens: route_sizes.sizes.tokens as u32,
+            tokens: tokens as u32,
             rows: route_sizes.rows as u32,
             row_bytes: format.row_bytes() as u32,
             scales_of_row: scales as u32,
             local: local as u32,
-            senders: ByExpertMoving::senders(self.world_size(), self.blocks()),
+            senders: ByExpertMoving::senders(self.world_size(), blocks),
             is_by_token: route_sizes.is_by_token().into(),
         };
         let signature = signature_of_rows(&format, from.probs.is_some(), route_sizes);
         // SAFETY: the routes' memory and the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe { self.launch(family, &signature, Blocks::All, rows, stream) }?;
+        unsafe { self.launch(family, &signature, Blocks::Of(blocks), rows, stream) }?;
         routes.has_rows.store(1, Ordering::Relaxed);
         Ok(())
     }
@@ -536,6 +538,8 @@ impl CudaMoe {
             view.map_or(Ok(0), |view| of_combine(which).address(view, self.device()))
         };
         let words = if call.probs.is_some() { local } else { 0 };
+        let tokens = route_sizes.sizes.tokens;
+        let blocks = self.blocks(Movement::CombineByExpert, tokens * format.row_bytes());
         let sums = ByExpertSumsCall {
             counts: routes.plan.at(RouteWords::counts),
             starts: routes.plan.at(RouteWords::starts),
@@ -552,14 +556,14 @@ impl CudaMoe {
                 call.output_probs.as_ref().map(|view| view.as_view()).as_ref(),
             )?,
             region: self.region_of_map(of_combine("rows"), format.row_bytes(), words)?,
-            tokens: route_sizes.sizes.tokens as u32,
+            tokens: tokens as u32,
             row_bytes: format.row_bytes() as u32,
             local: local as u32,
             is_by_token: route_sizes.is_by_token().into(),
         };
         let signature = signature_of_sums(&format, call.probs.is_some(), route_sizes);
         // SAFETY: the routes' memory and the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe { self.launch(family, &signature, Blocks::All, sums, stream) }
+        unsafe { self.launch(family, &signature, Blocks::Of(blocks), sums, stream) }
     }
 
     /// How the region serves records of `bytes` bytes with words beside them. Only the GPU knows the number of words of a record, which is

@@ -10,6 +10,7 @@ use super::{
     signature, signature_of_routing,
 };
 use crate::{
+    Movement,
     cuda::{Blocks, CudaByTokenRoutes, CudaMoe, LINE, Plan, RouteWords},
     error::{MoeError, Result},
     tensors::{Name, VECTOR},
@@ -69,6 +70,7 @@ impl CudaMoe {
         }
         let plan = &routes.plan;
         let region = self.region("dispatch", &format, 1 + 2 * top_k)?;
+        let blocks = self.blocks(Movement::Dispatch, tokens * format.row_bytes());
         let call = RowsCall {
             counts: plan.at(RouteWords::counts),
             starts: plan.at(RouteWords::starts),
@@ -90,14 +92,14 @@ impl CudaMoe {
             top_k: top_k as u32,
             id_bytes: id_bytes as u32,
             local: (routes.num_experts / self.world_size()) as u32,
-            senders: Moving::senders(self.world_size(), self.blocks(), region.record_bytes),
+            senders: Moving::senders(self.world_size(), blocks, region.record_bytes),
         };
         let algorithm = super::Form::Cached as u8 + format.code();
         let signature =
             signature(Operation::Dispatch, &format, algorithm, routes.num_experts, top_k, routes.number);
         let family = Moving { staging: self.staging() };
         // SAFETY: the routes' memory and the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe { self.launch(family, &signature, Blocks::All, call, stream) }
+        unsafe { self.launch(family, &signature, Blocks::Of(blocks), call, stream) }
     }
 
     /// What [`Moe::combine`](crate::Moe::combine) does, between GPUs.
@@ -110,8 +112,8 @@ impl CudaMoe {
         let name = |which| Name { call: "combine", which };
         let (tokens, rows) = (routes.num_tokens(), routes.rows());
         let (format, top_k) = check_combine(call, tokens, rows, &SUMMED)?;
-        let Some(family) = Summing::new(format.dtype, self.staging(), self.world_size(), self.blocks())
-        else {
+        let blocks = self.blocks(Movement::Combine, tokens * format.row_bytes());
+        let Some(family) = Summing::new(format.dtype, self.staging(), self.world_size(), blocks) else {
             return Err(MoeError::DType {
                 call: "combine",
                 which: "rows",
@@ -143,7 +145,7 @@ impl CudaMoe {
         };
         let signature = signature(Operation::Combine, &format, 0, routes.num_experts, top_k, routes.number);
         // SAFETY: the routes' memory and the tensors are as the kernel takes them; the caller answers for how long.
-        unsafe { self.launch(family, &signature, Blocks::All, sums, stream) }
+        unsafe { self.launch(family, &signature, Blocks::Of(blocks), sums, stream) }
     }
 
     /// How the region serves records of a row with `words` words beside it.

@@ -17,7 +17,7 @@ use super::{
     routes::{Arrived, CudaByTokenRoutes, Memory, Plan, RouteMemory, RouteWords},
 };
 use crate::{
-    Combine, Dispatch, Routing,
+    Combine, Dispatch, Movement, Routing,
     by_token::{check_routing, signature_of_routing},
     error::{MoeError, Result, refused},
     layout::{
@@ -72,10 +72,11 @@ impl CudaMoe {
             id_bytes: ids.dtype().size() as u32,
         };
         let signature = Signature::new(Operation::Dispatch);
+        let blocks = self.blocks(Movement::Dispatch, usize::MAX); // the rows are not known yet
         // SAFETY: the tensors are as the kernel takes them; the caller answers for how long.
         unsafe {
             self.launch_kernel(Counting, Kernel::Clear, &signature, Blocks::One, call, stream)?;
-            self.launch_kernel(Counting, Kernel::Layout, &signature, Blocks::All, call, stream)
+            self.launch_kernel(Counting, Kernel::Layout, &signature, Blocks::Of(blocks), call, stream)
         }
     }
 

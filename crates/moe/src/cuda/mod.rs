@@ -11,7 +11,10 @@
 mod calls;
 mod routes;
 
-use std::{cell::Cell, sync::Arc};
+use std::{
+    cell::{Cell, RefCell},
+    sync::Arc,
+};
 
 use antiphon_device::cuda::{Context, Event, PinnedMemory, StreamRef};
 use antiphon_fabric::{
@@ -24,7 +27,7 @@ pub(crate) use routes::{Arrived, Memory, Plan};
 pub use routes::{CudaByTokenRoutes, RouteMemory, RouteWords};
 
 use crate::{
-    MoeConfig,
+    MoeConfig, Movement, Multiprocessors,
     by_token::family::{Moving, Notifying, Staging},
     error::{MoeError, Result, refused},
     layout::{MAX_LOCAL_EXPERTS, cuda::Counting},
@@ -47,7 +50,10 @@ const PARTS: usize = 3;
 pub struct CudaMoe {
     tenant: Tenant,
     region_bytes: usize,
+    /// At most, or 0.
     num_sms: Cell<u32>,
+    /// Where that is 0.
+    chosen: RefCell<Multiprocessors>,
     pub(crate) token: Arc<()>,
     /// The number of the routes that were made last.
     last_routes: Cell<u32>,
@@ -70,7 +76,7 @@ impl CudaMoe {
     /// Shares memory between the ranks' GPUs. All ranks call it together, each with the context of its GPU.
     ///
     /// # Errors
-    /// As [`Tenant::new`]; [`MoeError::Refused`] for no multiprocessors, or more than there are, and for calls to slots of a
+    /// As [`Tenant::new`]; [`MoeError::Refused`] for more multiprocessors than there are, and for calls to slots of a
     /// size that none can have.
     pub fn new(comm: &Communicator, context: &Context, config: MoeConfig) -> Result<Self> {
         check_num_sms("CudaMoe::new", config.num_sms, u32::MAX)?;
@@ -93,6 +99,7 @@ impl CudaMoe {
             tenant,
             region_bytes: config.region_bytes,
             num_sms: Cell::new(config.num_sms),
+            chosen: RefCell::new(Multiprocessors::default()),
             token: Arc::new(()),
             last_routes: Cell::new(0),
             result,
@@ -141,10 +148,10 @@ impl CudaMoe {
         self.tenant.context()
     }
 
-    /// Sets the most multiprocessors that a later call uses.
+    /// Sets the most multiprocessors that a later call uses; 0 leaves it to [`choose`](Self::choose).
     ///
     /// # Errors
-    /// [`MoeError::Refused`] for none, or more than there are.
+    /// [`MoeError::Refused`] for more than there are.
     pub fn set_num_sms(&self, num_sms: u32) -> Result<()> {
         check_num_sms("num_sms", num_sms, self.tenant.usable_multiprocessors())?;
         self.num_sms.set(num_sms);
@@ -160,9 +167,18 @@ impl CudaMoe {
         self.result.pointer().0
     }
 
-    /// How many multiprocessors a call uses.
-    pub(crate) fn blocks(&self) -> u32 {
-        self.num_sms.get().min(self.tenant.multiprocessors_here()).max(1)
+    /// Sets what later calls take where the number of multiprocessors is 0: until then the default. Ranks may differ.
+    pub fn choose(&self, chosen: Multiprocessors) {
+        self.chosen.replace(chosen);
+    }
+
+    /// How many multiprocessors a call uses, whose rank has so many bytes of tokens.
+    pub(crate) fn blocks(&self, movement: Movement, bytes: usize) -> u32 {
+        let most = match self.num_sms.get() {
+            0 => self.chosen.borrow().of(movement, bytes),
+            most => most,
+        };
+        most.min(self.tenant.multiprocessors_here()).max(1)
     }
 
     /// The way that rows pass through a multiprocessor of this GPU.
@@ -225,7 +241,7 @@ impl CudaMoe {
         let loaded = self.tenant.ready(family, stream)?;
         let blocks = match blocks {
             Blocks::One => 1,
-            Blocks::All => self.blocks(),
+            Blocks::Of(blocks) => blocks,
         };
         let config = family.blocks(blocks, self.tenant.world_size());
         let launch = |_, _, _| Launch {
@@ -239,21 +255,19 @@ impl CudaMoe {
     }
 }
 
-/// The number of blocks of a grid: one, or one for each multiprocessor that the call may use.
+/// The number of blocks of a grid: one, or one for each of so many multiprocessors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Blocks {
     One,
-    All,
+    Of(u32),
 }
 
-/// Refuses no multiprocessors, and more than `most`.
+/// Refuses more multiprocessors than `most`.
 fn check_num_sms(call: &'static str, num_sms: u32, most: u32) -> Result<()> {
-    let problem = match num_sms {
-        0 => "0 multiprocessors; a call needs one for each peer".into(),
-        _ if num_sms > most => format!("{num_sms} multiprocessors; kernels may use {most}"),
-        _ => return Ok(()),
-    };
-    Err(refused(call, problem))
+    match num_sms <= most {
+        true => Ok(()),
+        false => Err(refused(call, format!("{num_sms} multiprocessors; kernels may use {most}"))),
+    }
 }
 
 /// Clusters came with bulk copies.

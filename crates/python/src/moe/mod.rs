@@ -222,12 +222,22 @@ impl Moe {
     }
 
     #[setter]
-    fn set_num_sms(&self, num_sms: u32) -> Result<()> {
-        if num_sms == 0 {
-            return Err(PyValueError::new_err("num_sms must be above 0").into());
-        }
+    fn set_num_sms(&self, num_sms: u32) {
         self.gpus.set_num_sms(num_sms);
-        Ok(())
+    }
+
+    #[doc = stub!("Moe.tune")]
+    fn tune(
+        &self,
+        py: Python<'_>,
+        device: u32,
+        hidden: usize,
+        smallest: usize,
+        largest: usize,
+    ) -> Result<()> {
+        self.process.check(|| "Moe".to_owned())?;
+        let tuned = interrupt::detached(py, || self.gpus.tune(device, hidden, smallest..=largest));
+        Ok(tuned.map(drop)?)
     }
 
     #[doc = stub!("Moe.route_words")]

@@ -1,6 +1,6 @@
 //! Calls of experts: on a stream beside the current one, and the form with slots in one step and in two.
 
-use antiphon_moe::{CombineFormat, ReceivedSlots, SlotCombine, SlotDispatch, SlotFormat};
+use antiphon_moe::{CombineFormat, Movement, ReceivedSlots, SlotCombine, SlotDispatch, SlotFormat};
 
 use super::*;
 
@@ -23,6 +23,28 @@ impl Rank {
         self.session.check()?;
         Ok(bytes.chunks_exact(4).map(|word| i32::from_ne_bytes([0, 1, 2, 3].map(|at| word[at]))).collect())
     }
+}
+
+#[test]
+fn ranks_choose_the_same_measured_numbers_of_multiprocessors() {
+    on_gpus(patience(), |rank| {
+        let moe = rank.session.moe(MoeConfig { num_sms: 0, ..SMALL });
+        let chosen = moe.tune(rank.device(), HIDDEN, 1..=1)?;
+        for movement in [Movement::Dispatch, Movement::Combine] {
+            let number = chosen.of(movement, HIDDEN * 2);
+            assert!((4..=96).contains(&number), "{number}");
+            assert_eq!(chosen.of(movement, usize::MAX), number, "one size was measured");
+        }
+        let numbers = [Movement::Dispatch, Movement::Combine].map(|movement| chosen.of(movement, 0));
+        let queue = rank.session.queue()?;
+        let all = queue.run(|comm| comm.exchange_objects(&numbers))?;
+        assert!(all.iter().all(|theirs| *theirs == numbers), "{all:?}");
+        // A later instance finds them.
+        let later = rank.session.moe(MoeConfig { num_sms: 0, ..SMALL });
+        later.open(rank.device())?;
+        moe.check()?;
+        end(&rank)
+    });
 }
 
 #[test]
@@ -51,7 +73,7 @@ fn a_call_beside_the_stream_is_joined_by_it() {
                 [vec![2; 2], vec![1; 4]]
             );
         }
-        moe.set_num_sms(0);
+        moe.set_num_sms(u32::MAX);
         let ids = view(&ids, DType::I32, &[EXPERTS, 1]);
         let mut outputs = [(); 3].map(|()| view_mut(&in_rank, DType::U8, &[EXPERTS, 2]));
         let [first, second, third] = &mut outputs;

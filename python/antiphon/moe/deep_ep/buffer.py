@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from antiphon import Communicator
+from antiphon._core import Moe
 from antiphon.comm.cuda_ipc import communicator
 from antiphon.comm.mnnvl import communicator_of
 from antiphon.moe._arguments import check_routes, check_tensors, refuse_derivatives, whole
@@ -25,7 +26,7 @@ _Tokens: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 class Config:
     """How DeepEP's kernels cut their work. Only ``num_sms`` means something here; the sizes of chunks are what size hints are
-    computed from, as callers expect, and are otherwise ignored.
+    computed from, as callers expect, and are otherwise ignored. A ``num_sms`` of 0 leaves the number to each call.
 
     Raises ``ValueError`` for sizes that DeepEP refuses.
     """
@@ -61,7 +62,7 @@ class Config:
         num_ranks = whole("get_nvl_buffer_size_hint", "num_ranks", num_ranks, 1)
         per_token = hidden_bytes + 8 + 128 * 8 + 128 * 4 + 128 * 4
         local, nodes = min(num_ranks, 8), max(num_ranks // 8, 1)
-        channels = self.num_sms // 2 * local
+        channels = (self.num_sms or Moe.NUM_SMS) // 2 * local
         size = channels * (2 * nodes + 3) * 4 + channels * self.num_max_nvl_chunked_recv_tokens * per_token
         return -(-size // 128) * 128
 
@@ -147,7 +148,8 @@ class Buffer(LowLatencyBuffer):
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Sets how many SMs kernels use, for all buffers, where a call has no ``config``; on the CPU it changes nothing."""
+        """Sets how many SMs kernels use, for all buffers, where a call has no ``config``; on the CPU it changes nothing. With 0, which DeepEP
+        has not, each call takes the fewest that cost little time for its size, and so do those with a configuration that is asked for then."""
         Buffer.num_sms = _even(new_num_sms)
 
     @staticmethod
@@ -317,7 +319,7 @@ class Buffer(LowLatencyBuffer):
 
 
 def _even(num_sms: Any) -> int:
-    number = whole("Buffer", "num_sms", num_sms, 2)
+    number = whole("Buffer", "num_sms", num_sms)
     if number % 2:
         raise ValueError(f"Buffer: num_sms must be even, not {number}")
     return number
