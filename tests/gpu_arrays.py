@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 import antiphon
+import needs
+import ranks
 
 _CODES = {"i": 0, "u": 1, "f": 2}
 _CUDA = 2
@@ -111,6 +113,13 @@ def device_count() -> int:
     if driver.cuInit(0) in _ABSENT:
         return 0
     return Driver().device_count()
+
+
+def on_gpus(world_size: int, body: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
+    """As :func:`ranks.threads`, where there is a GPU for each rank; skips the test elsewhere."""
+    found = device_count()
+    needs.need(f"gpus {world_size}", found >= world_size, f"{found} found")
+    return ranks.threads(world_size, body, *arguments, timeout=timeout)
 
 
 class Array:

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 import antiphon
-import needs
-import ranks
-from gpu_arrays import arrays, device_count
+from gpu_arrays import arrays, on_gpus
 
 pytestmark = pytest.mark.cuda
 
@@ -21,12 +19,6 @@ ROOM = 1 << 20
 STREAM = 0
 
 Comm = antiphon.Communicator
-
-
-def on_gpus(world_size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    found = device_count()
-    needs.need(f"gpus {world_size}", found >= world_size, f"{found} found")
-    return ranks.threads(world_size, body, *arguments, timeout=60)
 
 
 def values(comm: Comm, count: int) -> "np.ndarray[Any, Any]":

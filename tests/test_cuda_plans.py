@@ -13,7 +13,7 @@ import needs
 import ranks
 from antiphon.language import *
 from antiphon.language import library
-from gpu_arrays import arrays, device_count, graph
+from gpu_arrays import arrays, device_count, graph, on_gpus
 
 pytestmark = pytest.mark.cuda
 
@@ -24,12 +24,6 @@ ROOM = 1 << 20
 STREAM = 0
 
 Comm = antiphon.Communicator
-
-
-def on_gpus(world_size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    found = device_count()
-    needs.need(f"gpus {world_size}", found >= world_size, f"{found} found")
-    return ranks.threads(world_size, body, *arguments, timeout=60)
 
 
 def built(name: str, world_size: int, **options: Any) -> str:
