@@ -3,10 +3,7 @@
 //! All ranks meet first, and tell each other where they are. The ranks of each node then meet at a socket of their own, whose name and
 //! secret only they know, and share memory there.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Instant};
 
 use antiphon_device::host::{
     memory::SharedMemory,
@@ -155,6 +152,8 @@ fn of_world(error: RendezvousError, rank: usize, nodes: &Nodes) -> RendezvousErr
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn card(rank: usize, node: &str, machine: &str, engine: Result<Vec<u8>, String>) -> Card {
