@@ -69,6 +69,26 @@ def test_a_broadcast_and_a_message() -> None:
     on_gpus(2, body)
 
 
+def test_symmetric_memory_is_on_the_gpu_of_each_rank() -> None:
+    def body(comm: Comm) -> None:
+        buffer = comm.symmetric(100, f"cuda:{comm.rank}")
+        assert (len(buffer), buffer.device) == (100, comm.rank)
+        assert buffer.pointer(0) != buffer.pointer(1)
+        with pytest.raises(ValueError, match=f"100 bytes on cuda:{comm.rank} and on each of 2 ranks.* is not on the host: use its pointer"):
+            buffer.memory("uint8")
+        comm.free(buffer)
+        for call in lambda: comm.free(buffer), lambda: buffer.pointer(0):
+            with pytest.raises(ValueError, match="freed"):
+                call()
+        with pytest.raises(ValueError, match="unknown device"):
+            comm.symmetric(100, "gpu")  # refused before the ranks meet
+        on_host = comm.symmetric(64, "cpu")
+        with pytest.raises(ValueError, match="is on cpu, not on CUDA"):
+            comm.register_cuda(on_host)
+
+    on_gpus(2, body)
+
+
 def test_half_precision_is_rounded_once() -> None:
     def body(comm: Comm) -> None:
         mine = (values(comm, COUNT) / 3).astype(np.float16)

@@ -113,7 +113,7 @@ def test_registered_arrays_are_not_staged() -> None:
         apart, together = (comm.load_plan(text, device=comm.rank) for text in texts)
         mine = values(comm, 4 * COUNT)
         expected, twice = comm.all_reduce(mine), comm.all_reduce(comm.all_reduce(mine))
-        buffer = comm.create_cuda_buffer(ROOM, comm.rank)
+        buffer = comm.symmetric(ROOM, comm.rank)
         with arrays(comm, ROOM, buffer) as make:
             x, out = make(mine), make(shape=mine.shape)
             with pytest.raises(ValueError, match="the input is not in registered memory: no memory that is registered has the"):
@@ -134,7 +134,7 @@ def test_registered_arrays_are_not_staged() -> None:
             comm.unregister_cuda(buffer)
             with pytest.raises(ValueError, match="the buffer is not in registered memory"):
                 together.execute(out, registered=True, stream=STREAM)
-        comm.free_cuda_buffer(buffer)
+        comm.free(buffer)
         with pytest.raises(ValueError, match="registered is for plans on GPUs"):
             comm.load_plan(texts[0]).execute(mine, registered=True)
 

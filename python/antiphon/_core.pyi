@@ -39,7 +39,6 @@ __all__ = [
     "Channel",
     "Chunk",
     "Communicator",
-    "CudaBuffer",
     "FinishedPlan",
     "Lowering",
     "Mapping",
@@ -57,8 +56,8 @@ __all__ = [
     "Plan",
     "PlanCollection",
     "Program",
-    "SharedBuffer",
     "Switch",
+    "SymmetricBuffer",
     "ThreadBlockGroup",
     "__version__",
     "after_fork",
@@ -304,23 +303,16 @@ class Communicator:
         """Raises the failure of kernels that have finished: :class:`PeerLostError`, ``TimeoutError`` or ``RuntimeError``.
         It does not wait: synchronise with the stream first."""
 
-    def create_cuda_buffer(self, num_bytes: int, device: int | None = None) -> CudaBuffer:
-        """Memory of this size on every rank's GPU, all zeros. All ranks call it together, with the same size."""
-
-    def free_cuda_buffer(self, buffer: CudaBuffer) -> None:
-        """Frees the buffer on all ranks. All ranks call it together, after all work on the GPUs has finished, and after
-        :meth:`unregister_cuda` of a registered buffer."""
-
-    def register_cuda(self, memory: CudaBuffer | _Array) -> None:
+    def register_cuda(self, memory: SymmetricBuffer | _Array) -> None:
         """Lets ``all_reduce(..., registered=True)`` and ``Plan.execute(..., registered=True)`` use the memory of an array on CUDA, or of
-        a :class:`CudaBuffer`.
+        a :class:`SymmetricBuffer`.
 
         All ranks call it together, with equal sizes. These calls do not stage data. An all-reduce is from 16 MiB on as fast as others,
         and below 3 µs slower. Call :meth:`unregister_cuda` before the memory is freed. Raises ``ValueError`` for
         memory on the host and for different sizes, and ``RuntimeError`` with the reason for memory that CUDA IPC cannot share, such
         as that of PyTorch's expandable segments."""
 
-    def unregister_cuda(self, memory: CudaBuffer | _Array) -> None:
+    def unregister_cuda(self, memory: SymmetricBuffer | _Array) -> None:
         """Ends the registration of memory, after all work on the GPUs has finished. All ranks call it together."""
 
     def exchange_bytes(self, mine: bytes) -> list[bytes]:
@@ -605,12 +597,17 @@ class Communicator:
         """Starts :meth:`recv`; with the source ``None``, starts :meth:`recv_any`, and ``source`` of the handle is the sender's rank
         (host memory only)."""
 
-    def create_shared_buffer(self, num_bytes: int) -> SharedBuffer:
-        """Makes a buffer of which every rank has a zeroed copy that all ranks can read and write. Collectives on
-        parts of it skip a copy. Raises ``RuntimeError`` with the numbers when the symmetric memory is exhausted."""
+    def symmetric(self, num_bytes: int, device: str | int | _Device | None = None) -> SymmetricBuffer:
+        """Makes a buffer of which every rank has a zeroed copy that all ranks can read and write. All ranks call it together, with the
+        same size.
 
-    def free_shared_buffer(self, buffer: SharedBuffer) -> None:
-        """Frees the buffer on all ranks; afterwards no rank may use any copy."""
+        By default, and with ``"cpu"``, the copies are on the host; collectives on parts of them skip a copy. With ``device`` a GPU (its
+        number, ``"cuda:0"``, a ``torch.device``, or ``"cuda"`` for the current one of torch or CuPy) each is on the GPU of its rank;
+        :meth:`register_cuda` lets collectives skip a copy there. Raises ``RuntimeError`` with the numbers when the memory is exhausted."""
+
+    def free(self, buffer: SymmetricBuffer) -> None:
+        """Frees the buffer on all ranks; afterwards no rank may use any copy. All ranks call it together: on GPUs after all work on them
+        has finished, and after :meth:`unregister_cuda` of a registered buffer."""
 
     def load_plan(
         self,
@@ -773,23 +770,27 @@ class PlanCollection:
         """Frees the plans' memory. All ranks call it together, when no graph with calls of the plans is launched any more."""
 
 @final
-class SharedBuffer:
-    """Symmetric memory: a buffer at the same offset on every rank. Ranks order their accesses themselves, by barriers
-    or collectives."""
+class SymmetricBuffer:
+    """Symmetric memory, which :meth:`Communicator.symmetric` makes: a copy of one size on every rank, on the host or on the ranks'
+    GPUs. Ranks order their accesses themselves, by barriers or collectives."""
 
     def __len__(self) -> int:
         """The size of each copy in bytes."""
 
+    @property
+    def device(self) -> int | None:
+        """The number of this rank's GPU; ``None`` for a buffer on the host."""
+
     def pointer(self, rank: int) -> int:
-        """The address, in this process, of a rank's copy."""
+        """The address, in this process or for this rank's GPU, of a rank's copy."""
 
     def memory(self, dtype: DTypeName, shape: Sequence[int] | None = None, rank: int | None = None) -> Memory:
         """The start of a rank's copy (by default this rank's) as a tensor of this dtype (``"float32"``,
-        ``"bfloat16"``, ...) and shape (one dimension that takes all, unless given)."""
+        ``"bfloat16"``, ...) and shape (one dimension that takes all, unless given). ``ValueError`` for a buffer on GPUs."""
 
 @final
 class Memory:
-    """A part of a :class:`SharedBuffer`, for ``numpy.from_dlpack``, ``torch.from_dlpack`` and the like, without a copy.
+    """A part of a :class:`SymmetricBuffer` on the host, for ``numpy.from_dlpack``, ``torch.from_dlpack`` and the like, without a copy.
     It stays mapped as long as any object uses it."""
 
     @property
@@ -805,19 +806,6 @@ class Memory:
         copy: bool | None = None,
     ) -> CapsuleType: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
-
-@final
-class CudaBuffer:
-    """Memory of one size on the GPU of every rank, which all of them read and write; see
-    :meth:`Communicator.create_cuda_buffer`. ``len`` is its size on each, in bytes."""
-
-    def __len__(self) -> int: ...
-    @property
-    def device(self) -> int:
-        """The number of this rank's GPU."""
-
-    def pointer(self, rank: int) -> int:
-        """The address of a rank's memory, for this rank's GPU."""
 
 @final
 class Moe:
