@@ -83,7 +83,7 @@ def test_symmetric_memory_is_on_the_gpu_of_each_rank() -> None:
         with pytest.raises(ValueError, match="unknown device"):
             comm.symmetric(100, "gpu")  # refused before the ranks meet
         on_host = comm.symmetric(64, "cpu")
-        with pytest.raises(ValueError, match="is on cpu, not on CUDA"):
+        with pytest.raises(ValueError, match="is on host, not on CUDA"):
             comm.register_cuda(on_host)
 
     on_gpus(2, body)
