@@ -82,6 +82,7 @@ mod routes;
 pub mod slots;
 mod tensors;
 mod transport;
+mod words;
 
 pub use by_expert::{
     ByExpertCapacity, ByExpertCombine, ByExpertDispatch, ByExpertOrder, ByExpertRoutes, ByExpertRouting,
@@ -94,3 +95,4 @@ pub use instance::Moe;
 pub use layout::{Layout, layout};
 pub use routes::{ByTokenRoutes, route_words};
 pub use slots::{CombineFormat, ReceivedSlots, SlotCombine, SlotDispatch, SlotFormat, SlotRoutes};
+pub use words::RouteWords;
