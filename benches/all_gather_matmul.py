@@ -41,7 +41,7 @@ class Pipeline:
         shape = comm.world_size, tokens // comm.world_size, HIDDEN
         self.products = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
         size = 2 * self.products.nbytes
-        self.buffer = comm.create_cuda_buffer(size)
+        self.buffer = comm.symmetric(size, "cuda")
         # [rank, half, block of a rank, row, column]
         self.memory = [
             pack_strided_memory(self.buffer.pointer(rank), size, size, 1, torch.bfloat16, comm.rank).view(2, *shape)
@@ -51,7 +51,7 @@ class Pipeline:
     def free(self) -> None:
         torch.cuda.synchronize()
         self.memory.clear()
-        self.comm.free_cuda_buffer(self.buffer)
+        self.comm.free(self.buffer)
 
     def begin(self) -> tuple[torch.cuda.Stream, list[Tensor]]:
         """The stream of the products, and each rank's half for this call."""

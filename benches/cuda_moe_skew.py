@@ -26,7 +26,7 @@ from antiphon.moe import ExpertParallel
 EXPERTS, TOP_K = 256, 8
 PREFERENCE = 4
 CALLS = 10  # in a graph
-LATE = 0.02  # of the replays have a late rank, so many of 1
+LATE = 0.02  # the share of the replays that have a late rank
 
 
 def skewed(tokens: int, seed: int) -> Tensor:
@@ -58,7 +58,7 @@ def forms(parallel: ExpertParallel, x: Tensor, ids: Tensor) -> dict[str, tuple[C
 
 
 def soak(comm: antiphon.Communicator, call: Callable[[], Tensor], expected: Tensor, calls: int) -> dict[str, Any]:
-    """Replays a graph until so many calls were made, and compares the sums of the last call of each replay."""
+    """Replays a graph until that number of calls was made, and compares the sums of the last call of each replay."""
     sums = call()
     assert torch.equal(sums, expected), "the sums of an eager call are wrong"
     comm.barrier()

@@ -116,7 +116,7 @@ def gloo(cases: list[str]) -> None:
 
 
 def run(second: str, ranks: int, port: int, command: list[str]) -> list[str]:
-    """What rank 0 prints of a program that runs with so many ranks in each namespace."""
+    """What rank 0 prints of a program that runs with a number of ranks in each namespace."""
     secret, processes = secrets.token_hex(32), []
     for rank in range(2 * ranks):
         node = rank // ranks

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 import antiphon
+import needs
+import ranks
 
 _CODES = {"i": 0, "u": 1, "f": 2}
 _CUDA = 2
@@ -113,6 +115,13 @@ def device_count() -> int:
     return Driver().device_count()
 
 
+def on_gpus(world_size: int, body: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
+    """As :func:`ranks.threads`, where there is a GPU for each rank; skips the test elsewhere."""
+    found = device_count()
+    needs.need(f"gpus {world_size}", found >= world_size, f"{found} found")
+    return ranks.threads(world_size, body, *arguments, timeout=timeout)
+
+
 class Array:
     """An array in the memory of a rank's GPU."""
 
@@ -157,14 +166,14 @@ class Array:
 
 @contextlib.contextmanager
 def arrays(
-    comm: antiphon.Communicator, num_bytes: int, given: antiphon.CudaBuffer | None = None
+    comm: antiphon.Communicator, num_bytes: int, given: antiphon.SymmetricBuffer | None = None
 ) -> Iterator[Callable[..., Array]]:
     """Makes arrays of values, or of a shape and a dtype, in a given buffer, or in one of the communicator on the GPU of the rank's number.
 
     After an error the buffer goes with the communicator, as the ranks may not come together any more.
     """
     driver, device = Driver(), comm.rank
-    buffer = given or comm.create_cuda_buffer(num_bytes, device)
+    buffer = given or comm.symmetric(num_bytes, device)
     used = 0
 
     def make(values: Any = None, *, shape: tuple[int, ...] = (), dtype: Any = np.float32) -> Array:
@@ -182,4 +191,4 @@ def arrays(
     yield make
     comm.barrier()
     if given is None:
-        comm.free_cuda_buffer(buffer)
+        comm.free(buffer)

@@ -4,22 +4,28 @@ Starting ranks with torch takes seconds, so that one world runs all checks of a 
 and the tests look up how a check went.
 """
 
-import functools
+import contextlib
 import importlib
 import os
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import antiphon
 import needs
 import ranks
 
-#: What every rank runs: ``body(comm, device)``.
-Body = Callable[[antiphon.Communicator, torch.device], None]
+_T = TypeVar("_T")
+_Body = TypeVar("_Body", bound=Callable[..., None])
+
+#: How each check went on a rank: nothing, or a traceback.
+Outcomes = dict[str, str | None]
 
 #: Where checks run. GPUs are marked, so that `pytest -m cuda` runs those alone.
 DEVICES = ["host", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -27,12 +33,41 @@ DEVICES = ["host", pytest.param("cuda", marks=pytest.mark.cuda)]
 WORLDS = [("host", 2), *(pytest.param("cuda", size, marks=pytest.mark.cuda) for size in (2, 4))]
 
 
-class Checks(dict[str, Body]):
-    """The checks of a module, by name."""
+class Checks(dict[str, Callable[..., None]]):
+    """The checks of a module, by name. Every rank runs them all."""
 
-    def __call__(self, body: Body) -> Body:
+    def __init__(self) -> None:
+        super().__init__()
+        self._worlds: dict[tuple[Any, ...], list[Outcomes]] = {}
+
+    def __call__(self, body: _Body) -> _Body:
         self[body.__name__] = body
         return body
+
+    def run(self, call: Callable[[Callable[..., None]], object]) -> Outcomes:
+        """Runs each check on this rank, by ``call(body)``."""
+        found: Outcomes = {}
+        for name, body in self.items():
+            try:
+                call(body)
+                found[name] = None
+            except Exception:
+                found[name] = traceback.format_exc()
+        return found
+
+    def expect(
+        self, name: str, world_size: int, main: Callable[..., Outcomes], *arguments: Any, nodes: Sequence[str] | None = None
+    ) -> None:
+        """Fails if a check went wrong on any rank. ``main(*arguments)`` runs all checks on each rank of a world, once for the tests
+        that give the same arguments."""
+        world = world_size, main, arguments
+        if world not in self._worlds:
+            try:
+                self._worlds[world] = ranks.processes(world_size, main, *arguments, nodes=nodes)
+            except Exception:  # for every check, rather than again and again
+                self._worlds[world] = [dict.fromkeys(self, traceback.format_exc())]
+        failures = [f"rank {rank}: {of[name]}" for rank, of in enumerate(self._worlds[world]) if of[name]]
+        assert not failures, "\n".join(failures)
 
 
 def need(device: str, world_size: int) -> None:
@@ -51,9 +86,6 @@ def place(device: str, rank: int) -> torch.device:
     index = rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-_T = TypeVar("_T")
 
 
 def beside_an_all_reduce(comm: antiphon.Communicator, device: torch.device, call: Callable[[], _T]) -> Iterator[_T]:
@@ -79,33 +111,42 @@ def beside_an_all_reduce(comm: antiphon.Communicator, device: torch.device, call
     assert (large == comm.world_size**4).all()
 
 
-def expect(module: str, name: str, device: str, world_size: int) -> None:
-    """Fails if a check of a module went wrong on any rank."""
-    need(device, world_size)
-    failures = [f"rank {rank}: {of[name]}" for rank, of in enumerate(outcomes(module, device, world_size)) if of[name]]
-    assert not failures, "\n".join(failures)
+@contextlib.contextmanager
+def torch_world(backend: str) -> Iterator[None]:
+    """With the default group of ``torch.distributed``, of this process and its peers."""
+    import antiphon.torch  # noqa: F401  (which has the backend)
+
+    warnings.simplefilter("ignore")
+    dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    yield
+    dist.destroy_process_group()
 
 
-@functools.cache
-def outcomes(module: str, device: str, world_size: int) -> list[dict[str, str | None]]:
-    """How each check went on each rank: nothing, or a traceback."""
+@contextlib.contextmanager
+def torch_group() -> Iterator[dist.ProcessGroup]:
+    """A group of all ranks, over Antiphon's backend."""
+    group = dist.new_group(backend="antiphon", timeout=timedelta(seconds=60))
     try:
-        return ranks.processes(world_size, run, module, device)
-    except Exception:  # for every check, rather than again and again
-        return [dict.fromkeys(importlib.import_module(module).CHECKS, traceback.format_exc())]
+        yield group
+    finally:
+        dist.destroy_process_group(group)
 
 
-def run(module: str, device: str) -> dict[str, str | None]:
+def expect(module: str, name: str, device: str, world_size: int) -> None:
+    """Fails if a check of a module, ``body(comm, device)``, went wrong on any rank."""
+    need(device, world_size)
     checks: Checks = importlib.import_module(module).CHECKS
-    found: dict[str, str | None] = {}
+    checks.expect(name, world_size, run, module, device)
+
+
+def run(module: str, device: str) -> Outcomes:
+    checks: Checks = importlib.import_module(module).CHECKS
     with antiphon.init() as world:
         where = place(device, world.rank)
-        for name, body in checks.items():
+
+        def call(body: Callable[..., None]) -> None:
             comm: Any = world.split(0)
             with comm:
-                try:
-                    body(comm, where)
-                    found[name] = None
-                except Exception:
-                    found[name] = traceback.format_exc()
-    return found
+                body(comm, where)
+
+        return checks.run(call)

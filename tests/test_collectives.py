@@ -392,10 +392,10 @@ def test_a_parameter_is_read_and_written_without_gradients_alone() -> None:
     ranks.threads(2, body)
 
 
-def test_shared_buffers_are_the_same_memory_on_every_rank() -> None:
+def test_symmetric_memory_is_the_same_on_every_rank() -> None:
     def body(comm: antiphon.Communicator) -> None:
-        buffer = comm.create_shared_buffer(4096)
-        assert len(buffer) == 4096
+        buffer = comm.symmetric(4096)
+        assert (len(buffer), buffer.device) == (4096, None)
         own = np.from_dlpack(buffer.memory("float32", (3, 2)))
         assert own.shape == (3, 2) and own.flags.writeable and not own.any()
         theirs = torch.from_dlpack(buffer.memory("bfloat16", (8,), rank=1 - comm.rank))
@@ -408,19 +408,19 @@ def test_shared_buffers_are_the_same_memory_on_every_rank() -> None:
         own[:] = comm.rank
         comm.all_reduce(own, out=own)
         assert own.tolist() == [[1, 1]] * 3
-        comm.free_shared_buffer(buffer)
+        comm.free(buffer)
         assert own.shape == (3, 2)  # still mapped, if no longer ours
         with pytest.raises(ValueError, match="freed"):
             buffer.pointer(0)
         with pytest.raises(ValueError, match="freed"):
-            comm.free_shared_buffer(buffer)
+            comm.free(buffer)
 
     ranks.threads(2, body)
 
 
-def test_views_of_shared_buffers_stay_inside() -> None:
+def test_views_of_symmetric_memory_stay_inside() -> None:
     def body(comm: antiphon.Communicator) -> None:
-        buffer = comm.create_shared_buffer(64)
+        buffer = comm.symmetric(64)
         for shape in [(17,), (2**62, 4), (4, 5)]:
             with pytest.raises(ValueError, match="does not fit 64 bytes"):
                 buffer.memory("float32", shape)

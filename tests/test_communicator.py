@@ -212,7 +212,7 @@ BAD = {
         "staging_bytes is 1048576, and must be at least 16777216",
     ),
     "unknown to prepare": (lambda c: c.prepare_cuda(99, dtypes=["int8"]), ValueError, "'?\"?int8.* is not reduced on CUDA"),
-    "no buffer": (lambda c: c.create_cuda_buffer(64, 99), RuntimeError, "libcuda|device 99"),
+    "no buffer": (lambda c: c.symmetric(64, 99), RuntimeError, "libcuda|device 99"),
     "meta": (lambda c: c.all_reduce(torch.zeros(2, device="meta")), ValueError, "no memory .*: Cannot pack tensors on meta$"),
     "sparse": (lambda c: c.all_reduce(torch.zeros(2, 2).to_sparse()), ValueError, "no memory that could be exchanged"),
     "conjugated": (lambda c: c.all_gather(torch.zeros(2, dtype=torch.complex64).conj()), ValueError, "resolve_conj"),
@@ -223,7 +223,7 @@ BAD = {
     "negative rank": (lambda c: c.send(F32, -1), ValueError, "-1 is negative"),
     "negative root": (lambda c: c.broadcast(F32, -1), ValueError, "-1 is negative"),
     "negative color": (lambda c: c.split(-1), ValueError, "-1 is negative"),
-    "negative size": (lambda c: c.create_shared_buffer(-1), ValueError, "-1 is negative"),
+    "negative size": (lambda c: c.symmetric(-1), ValueError, "-1 is negative"),
     "negative splits": (lambda c: c.all_to_all_v(F32, [-4], [4]), ValueError, "-4 is negative"),
     "no scattered array": (lambda c: c.scatter(None), TypeError, "the root must pass the array"),
     "splits": (lambda c: c.all_to_all_v(F32, [4, 0], [4]), ValueError, "2 .* for 1 ranks"),
@@ -292,10 +292,10 @@ def test_a_buffer_is_freed_by_its_own_communicator_or_not_at_all() -> None:
     def body(comm: antiphon.Communicator) -> None:
         other = comm.split(0)
         assert other is not None
-        buffer = comm.create_shared_buffer(64)
+        buffer = comm.symmetric(64)
         with pytest.raises(ValueError, match="another communicator"):
-            other.free_shared_buffer(buffer)
-        comm.free_shared_buffer(buffer)
+            other.free(buffer)
+        comm.free(buffer)
 
     ranks.threads(2, body)
 
@@ -779,7 +779,7 @@ def test_communicators_leak_neither_descriptors_nor_mappings() -> None:
     def round_trip() -> None:
         with antiphon.init(rank=0, world_size=1, path="/nowhere") as comm:
             comm.start_all_reduce(np.ones(10)).wait()
-            comm.free_shared_buffer(comm.create_shared_buffer(1 << 20))
+            comm.free(comm.symmetric(1 << 20))
             comm.split(0)
 
     for _ in range(5):
@@ -796,7 +796,7 @@ def test_communicators_leak_neither_descriptors_nor_mappings() -> None:
 def test_the_symmetric_memory_is_limited(tmp_path: Path) -> None:
     with antiphon.init(rank=0, world_size=1, path=tmp_path, arena_bytes=1 << 20) as comm:
         with pytest.raises(RuntimeError, match="2097152 bytes of symmetric memory do not fit"):
-            comm.create_shared_buffer(2 << 20)
+            comm.symmetric(2 << 20)
         comm.barrier()
 
 

@@ -287,13 +287,13 @@ def registered_memory_is_reduced_where_it_lies(comm: Comm, device: Device) -> No
         comm.unregister_cuda(x)
     with pytest.raises(ValueError, match="the memory to register is on host"):
         comm.register_cuda(torch.zeros(3))
-    buffer = comm.create_cuda_buffer(4096)
+    buffer = comm.symmetric(4096, "cuda")
     comm.register_cuda(buffer)
     mine = pack_strided_memory(buffer.pointer(comm.rank), 4096, 4096, 1, torch.float32, device.index).view(-1)
     mine.fill_(comm.rank + 1.0)
     assert comm.all_reduce(mine, out=mine, registered=True).eq(total(comm)).all()
     comm.unregister_cuda(buffer)
-    comm.free_cuda_buffer(buffer)
+    comm.free(buffer)
 
 
 @check

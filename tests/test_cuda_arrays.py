@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 import antiphon
-import needs
-import ranks
-from gpu_arrays import arrays, device_count
+from gpu_arrays import arrays, on_gpus
 
 pytestmark = pytest.mark.cuda
 
@@ -21,12 +19,6 @@ ROOM = 1 << 20
 STREAM = 0
 
 Comm = antiphon.Communicator
-
-
-def on_gpus(world_size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    found = device_count()
-    needs.need(f"gpus {world_size}", found >= world_size, f"{found} found")
-    return ranks.threads(world_size, body, *arguments, timeout=60)
 
 
 def values(comm: Comm, count: int) -> "np.ndarray[Any, Any]":
@@ -73,6 +65,26 @@ def test_a_broadcast_and_a_message() -> None:
             sent, received = make(np.full(COUNT, comm.rank, np.float32)), make(shape=(COUNT,))
             comm.send_recv(sent, 1 - comm.rank, received, 1 - comm.rank, stream=STREAM)
             assert (received.read() == 1 - comm.rank).all()
+
+    on_gpus(2, body)
+
+
+def test_symmetric_memory_is_on_the_gpu_of_each_rank() -> None:
+    def body(comm: Comm) -> None:
+        buffer = comm.symmetric(100, f"cuda:{comm.rank}")
+        assert (len(buffer), buffer.device) == (100, comm.rank)
+        assert buffer.pointer(0) != buffer.pointer(1)
+        with pytest.raises(ValueError, match=f"100 bytes on cuda:{comm.rank} and on each of 2 ranks.* is not on the host: use its pointer"):
+            buffer.memory("uint8")
+        comm.free(buffer)
+        for call in lambda: comm.free(buffer), lambda: buffer.pointer(0):
+            with pytest.raises(ValueError, match="freed"):
+                call()
+        with pytest.raises(ValueError, match="unknown device"):
+            comm.symmetric(100, "gpu")  # refused before the ranks meet
+        on_host = comm.symmetric(64, "cpu")
+        with pytest.raises(ValueError, match="is on host, not on CUDA"):
+            comm.register_cuda(on_host)
 
     on_gpus(2, body)
 

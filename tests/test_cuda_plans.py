@@ -13,7 +13,7 @@ import needs
 import ranks
 from antiphon.language import *
 from antiphon.language import library
-from gpu_arrays import arrays, device_count, graph
+from gpu_arrays import arrays, device_count, graph, on_gpus
 
 pytestmark = pytest.mark.cuda
 
@@ -24,12 +24,6 @@ ROOM = 1 << 20
 STREAM = 0
 
 Comm = antiphon.Communicator
-
-
-def on_gpus(world_size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    found = device_count()
-    needs.need(f"gpus {world_size}", found >= world_size, f"{found} found")
-    return ranks.threads(world_size, body, *arguments, timeout=60)
 
 
 def built(name: str, world_size: int, **options: Any) -> str:
@@ -119,7 +113,7 @@ def test_registered_arrays_are_not_staged() -> None:
         apart, together = (comm.load_plan(text, device=comm.rank) for text in texts)
         mine = values(comm, 4 * COUNT)
         expected, twice = comm.all_reduce(mine), comm.all_reduce(comm.all_reduce(mine))
-        buffer = comm.create_cuda_buffer(ROOM, comm.rank)
+        buffer = comm.symmetric(ROOM, comm.rank)
         with arrays(comm, ROOM, buffer) as make:
             x, out = make(mine), make(shape=mine.shape)
             with pytest.raises(ValueError, match="the input is not in registered memory: no memory that is registered has the"):
@@ -140,7 +134,7 @@ def test_registered_arrays_are_not_staged() -> None:
             comm.unregister_cuda(buffer)
             with pytest.raises(ValueError, match="the buffer is not in registered memory"):
                 together.execute(out, registered=True, stream=STREAM)
-        comm.free_cuda_buffer(buffer)
+        comm.free(buffer)
         with pytest.raises(ValueError, match="registered is for plans on GPUs"):
             comm.load_plan(texts[0]).execute(mine, registered=True)
 

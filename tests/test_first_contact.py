@@ -100,7 +100,7 @@ def test_every_operation_works_alone(comm: antiphon.Communicator) -> None:
     assert comm.exchange_objects("one") == ["one"] and comm.broadcast_object("one") == "one"
     row = np.ones((2, 16), np.float32)
     assert comm.all_reduce_rms_norm(row, row).residual.tolist() == (2 * row).tolist()
-    assert len(comm.create_shared_buffer(64)) == 64
+    assert len(comm.symmetric(64)) == 64
 
 
 def test_experts_work_alone(comm: antiphon.Communicator) -> None:
@@ -249,7 +249,7 @@ def test_what_is_no_operator_is_refused(comm: antiphon.Communicator) -> None:
 
 
 def test_dtypes_are_names_or_those_of_torch_and_numpy(comm: antiphon.Communicator) -> None:
-    buffer = comm.create_shared_buffer(64)
+    buffer = comm.symmetric(64)
     for dtype in ("float32", torch.float32, np.float32, np.dtype("float32")):
         assert buffer.memory(dtype, (4,)).dtype == "float32"  # type: ignore[arg-type]
     assert buffer.memory(torch.bfloat16).dtype == buffer.memory("bfloat16").dtype == "bfloat16"
@@ -277,7 +277,7 @@ def test_a_group_that_is_none_is_named() -> None:
 
 
 def test_a_dtype_may_be_written_in_each_of_its_ways(comm: antiphon.Communicator) -> None:
-    buffer = comm.create_shared_buffer(16)
+    buffer = comm.symmetric(16)
     for memory in (
         buffer.memory(np.float32),
         buffer.memory(np.dtype("float32")),

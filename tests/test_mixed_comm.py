@@ -4,13 +4,10 @@ Starting ranks with torch takes seconds, so that one world of each backend runs 
 went.
 """
 
-import functools
 import itertools
 import shutil
 import tempfile
 import time
-import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -32,39 +29,14 @@ WORLD, HIDDEN = 4, 24
 Op, Mode = MixedCommOp, MixedCommMode
 SCATTERS = (Op.REDUCESCATTER, Op.REDUCESCATTER_ALLREDUCE)
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-CHECKS: dict[str, Callable[[torch.device], None]] = {}
+#: What every rank runs: ``body(device)``.
+check = harness.Checks()
 
 
-def check(body: Callable[[torch.device], None]) -> Callable[[torch.device], None]:
-    """Registers what every rank runs."""
-    CHECKS[body.__name__] = body
-    return body
-
-
-@functools.cache
-def outcomes(backend: str, device: str) -> list[dict[str, str | None]]:
-    """How each check went on each rank: nothing, or a traceback."""
-    try:
-        return ranks.processes(WORLD, run_checks, backend, device)
-    except Exception:  # for every check, rather than again and again
-        return [dict.fromkeys(CHECKS, traceback.format_exc())]
-
-
-def run_checks(backend: str, device: str) -> dict[str, str | None]:
-    warnings.simplefilter("ignore")
-    import antiphon.torch  # noqa: F401  (which has the backend)
-
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    place = harness.place(device, dist.get_rank())
-    found: dict[str, str | None] = {}
-    for name, body in CHECKS.items():
-        try:
-            body(place)
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()
-    dist.destroy_process_group()
-    return found
+def run_checks(backend: str, device: str) -> harness.Outcomes:
+    with harness.torch_world(backend):
+        place = harness.place(device, dist.get_rank())
+        return check.run(lambda body: body(place))
 
 
 def handler(tp: int, device: torch.device, dtype: torch.dtype = torch.float32, **options: Any) -> MixedCommHandler:
@@ -577,7 +549,7 @@ def unlike_batches_are_an_error_on_all_ranks(device: torch.device) -> None:
         mixed.shutdown()
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", check)
 @pytest.mark.parametrize(
     ("backend", "device"),
     [
@@ -591,8 +563,7 @@ def test_on(name: str, backend: str, device: str) -> None:
     harness.need(device, WORLD)
     if backend == "nccl":  # which has no two ranks on a GPU
         needs.need(f"gpus {WORLD}", torch.cuda.device_count() >= WORLD, f"{torch.cuda.device_count()} found")
-    failures = [f"rank {rank}: {of[name]}" for rank, of in enumerate(outcomes(backend, device)) if of[name]]
-    assert not failures, "\n".join(failures)
+    check.expect(name, WORLD, run_checks, backend, device)
 
 
 def test_there_must_be_a_process_group() -> None:

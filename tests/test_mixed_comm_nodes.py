@@ -2,17 +2,15 @@
 FlashInfer's cases between nodes, on the host; ``test_mixed_comm_nodes_cuda.py`` has those on GPUs. As in ``test_mixed_comm.py``, one world of each backend runs all checks.
 """
 
-import functools
 import itertools
 import shutil
 import tempfile
-import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import harness
 import needs
 import pytest
 import ranks
@@ -26,42 +24,22 @@ from antiphon.comm.mnnvl import TorchDistBackend
 WORLD, NODE, HIDDEN = 4, 2, 24
 Op, Mode = MixedCommOp, MixedCommMode
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-CHECKS: dict[str, Callable[[], None]] = {}
+NODES = ["a", "a", "b", "b"]
+check = harness.Checks()
 
 
-def check(body: Callable[[], None]) -> Callable[[], None]:
-    CHECKS[body.__name__] = body
-    return body
+def run_checks(backend: str) -> harness.Outcomes:
+    with harness.torch_world(backend):
+        return check.run(lambda body: body())
 
 
-@functools.cache
-def outcomes(backend: str) -> list[dict[str, str | None]]:
-    try:
-        return ranks.processes(WORLD, run_checks, backend, nodes=["a", "a", "b", "b"])
-    except Exception:
-        return [dict.fromkeys(CHECKS, traceback.format_exc())]
-
-
-def run_checks(backend: str) -> dict[str, str | None]:
-    warnings.simplefilter("ignore")
-    import antiphon.torch  # noqa: F401
-
-    dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    found: dict[str, str | None] = {}
-    for name, body in CHECKS.items():
-        try:
-            body()
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()
-    dist.destroy_process_group()
-    return found
+def place() -> tuple[int, ...]:
+    rank = dist.get_rank()
+    return rank, WORLD, rank % NODE, NODE, rank // NODE, WORLD // NODE
 
 
 def handler(local_tp: int, inter_tp: int, dtype: torch.dtype = torch.float32, **options: Any) -> MixedCommHandler:
-    rank = dist.get_rank()
-    place = rank, WORLD, rank % NODE, NODE, rank // NODE, WORLD // NODE
-    return MixedCommHandler(*place, local_tp, NODE // local_tp, inter_tp, WORLD // NODE // inter_tp, dtype, "cpu", **options)
+    return MixedCommHandler(*place(), local_tp, NODE // local_tp, inter_tp, WORLD // NODE // inter_tp, dtype, "cpu", **options)
 
 
 def inputs(op: Op, rows: list[int], info: ParallelInfo, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -229,9 +207,8 @@ def unlike_modes_are_an_error_between_nodes() -> None:
         mixed.shutdown()
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", check)
 @pytest.mark.parametrize("backend", ["gloo", "antiphon"])
 def test_on_nodes(name: str, backend: str) -> None:
     needs.need_ucx()
-    failures = [f"rank {rank}: {of[name]}" for rank, of in enumerate(outcomes(backend)) if of[name]]
-    assert not failures, "\n".join(failures)
+    check.expect(name, WORLD, run_checks, backend, nodes=NODES)

@@ -4,9 +4,6 @@ NVSHMEM. With ``ANTIPHON_TEST_RANKS_PER_GPU=4`` one GPU is enough, under MPS. On
 
 import functools
 import os
-import traceback
-import warnings
-from datetime import timedelta
 from typing import Any
 
 import harness
@@ -15,7 +12,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from test_mixed_comm_nodes import DTYPES, HIDDEN, NODE, WORLD, Op, expected, inputs
+from test_mixed_comm_nodes import DTYPES, HIDDEN, NODE, NODES, WORLD, Op, expected, inputs, place
 
 from antiphon.comm import MixedCommHandler, run_mixed_comm
 from antiphon.comm.mnnvl import TorchDistBackend
@@ -23,36 +20,17 @@ from antiphon.comm.mnnvl import TorchDistBackend
 check = harness.Checks()
 
 
-@functools.cache
-def outcomes() -> list[dict[str, str | None]]:
-    try:
-        return ranks.processes(WORLD, run_checks, nodes=["a", "a", "b", "b"])
-    except Exception:
-        return [dict.fromkeys(check, traceback.format_exc())]
-
-
-def run_checks() -> dict[str, str | None]:
-    warnings.simplefilter("ignore")
+def run_checks() -> harness.Outcomes:
     os.environ["NVSHMEM_DISABLE_NVLS"] = "1"
     os.environ["NVSHMEM_SYMMETRIC_SIZE"] = str(64 << 20)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    harness.place("cuda", dist.get_rank())
-    found: dict[str, str | None] = {}
-    for name, body in check.items():
-        try:
-            body()
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()
-    dist.destroy_process_group()
-    return found
+    with harness.torch_world("gloo"):
+        harness.place("cuda", dist.get_rank())
+        return check.run(lambda body: body())
 
 
 def handler(local_tp: int, inter_tp: int, dtype: torch.dtype = torch.float32, **options: Any) -> MixedCommHandler:
-    rank = dist.get_rank()
-    place = rank, WORLD, rank % NODE, NODE, rank // NODE, WORLD // NODE
     device = torch.device("cuda", torch.cuda.current_device())
-    return MixedCommHandler(*place, local_tp, NODE // local_tp, inter_tp, WORLD // NODE // inter_tp, dtype, device, **options)
+    return MixedCommHandler(*place(), local_tp, NODE // local_tp, inter_tp, WORLD // NODE // inter_tp, dtype, device, **options)
 
 
 LAYOUTS = [(local_tp, inter_tp) for local_tp in (1, 2) for inter_tp in (1, 2)]
@@ -123,5 +101,4 @@ def what_is_missing_is_named() -> None:
 def test_on_nodes(name: str) -> None:
     harness.need("cuda", WORLD)
     needs.need_ucx()
-    failures = [f"rank {rank}: {of[name]}" for rank, of in enumerate(outcomes()) if of[name]]
-    assert not failures, "\n".join(failures)
+    check.expect(name, WORLD, run_checks, nodes=NODES)

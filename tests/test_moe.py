@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from entries import entries_of
 from gradients import check_gradients
 from ranks import processes, threads
 from torch import Tensor
 
 import antiphon
-from antiphon import compat
+from antiphon import _core, compat
 from antiphon.moe import ExpertParallel, deep_ep, fused_a2a
 from antiphon.moe._calls import calls_of
 from antiphon.moe._by_expert import by_expert_calls_of
@@ -529,6 +530,30 @@ def test_a_buffer_makes_deep_eps_calls() -> None:
         assert torch.equal(combined, (x.float() * count).bfloat16())
 
     threads(2, body)
+
+
+def entries_of_dispatches(comm: antiphon.Communicator, device: torch.device) -> None:
+    """A dispatch enters the compiled module once, and twice where torch makes the rows after the counts have come: on the host, and on a
+    GPU where the calls before do not say how many rows to make ready."""
+    experts, buffer = ExpertParallel(comm, 4, H), deep_ep.Buffer(comm)
+    x, ids, weights = (tensor.to(device) for tensor in tokens_of(comm.rank, 5, 4))
+    layout = experts.layout(ids)
+    routes = experts.dispatch(x, ids, weights).routes
+    waiting = ["Moe.notify"] if device.type == "cuda" else ["Moe.notify", "Moe.dispatch"]
+    dispatches: dict[str, tuple[list[str], Callable[[], Any]]] = {
+        "without a capacity": (waiting, lambda: experts.dispatch(x, ids, weights)),
+        "of a layout": (waiting, lambda: experts.dispatch(x, ids, weights, layout=layout)),
+        "with a capacity": (["Moe.notify"], lambda: experts.dispatch(x, ids, weights, capacity=5 * comm.world_size)),
+        "along routes": (["Moe.dispatch"], lambda: buffer.dispatch(x, routes)),
+    }
+    for name, (expected, dispatch) in dispatches.items():
+        with entries_of(_core.Moe, _core.MoeByTokenRoutes) as entered:
+            dispatch()
+        assert entered == expected, name
+
+
+def test_a_dispatch_enters_the_compiled_module_once_or_twice() -> None:
+    threads(1, entries_of_dispatches, torch.device("cpu"))
 
 
 def test_numbers_of_multiprocessors_are_those_of_each_object() -> None:

@@ -1,4 +1,4 @@
-"""The counts and the rows of a dispatch by one call on GPUs, `Moe.notify_and_dispatch`: as by two, whatever room there is."""
+"""The counts and the rows of a dispatch by one call on GPUs, `Moe.notify` with arrays for the rows: as by two, whatever room there is."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def check(comm: Comm, tokens: int, room: str) -> None:
         weights = make(np.ones((tokens, TOP_K), np.float32))
         per_rank, per_expert = (make(shape=(n,), dtype=np.int32) for n in (comm.world_size, EXPERTS))
         in_rank = make(shape=(tokens, comm.world_size), dtype=np.uint8)
-        moe.layout(ids, EXPERTS, tokens_per_rank=per_rank, tokens_per_expert=per_expert, is_token_in_rank=in_rank)
+        layout = per_rank, per_expert, in_rank
         words = make(shape=(Moe.route_words(comm.world_size, EXPERTS, tokens)[-1][2],), dtype=np.int32)
 
         def received(rows: int) -> dict[str, Any]:
@@ -66,27 +66,24 @@ def check(comm: Comm, tokens: int, room: str) -> None:
                 "weights": make(np.full((rows, TOP_K), -7, np.float32)),
             }
 
-        to = received(rows)
-        beside = {"ids": ids, "weights": weights}
-        routes, is_moved = moe.notify_and_dispatch(
-            x,
-            in_rank,
-            per_expert,
-            to["x"],
+        def rows_in(arrays: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+            return arrays["x"], None, arrays["ids"], arrays["weights"]
+
+        tokens_of_rank, to = (x, None, ids, weights), received(rows)
+        routes, is_moved, *_ = moe.notify(
+            tokens_of_rank,
+            layout,
+            counts=True,
+            capacity=rows if room == "capacity" else None,
             words=words,
             sources=to["sources"],
-            top_k=TOP_K,
-            capacity=rows if room == "capacity" else None,
-            received_ids=to["ids"],
-            received_weights=to["weights"],
-            **beside,
+            received=rows_in(to),
         )
         fills = rows // 4 * 3 <= count <= rows
         assert is_moved == (room == "capacity" or fills), (rows, count)
         if not is_moved:
             before, to = to, received(count)
-            routes.keep_sources_in(to["sources"])
-            moe.dispatch(routes, x, to["x"], received_ids=to["ids"], received_weights=to["weights"], **beside)
+            moe.dispatch(routes, tokens_of_rank, rows_in(to), sources=to["sources"])
             moe.check()
             assert (before["x"].read() == -1).all()
         for name, values in right.items():
@@ -124,16 +121,15 @@ def test_arrays_that_do_not_suit_are_refused_before_a_peer_waits() -> None:
         with arrays(comm, ROOM) as make:
             moe = Moe(comm)
             x, to = make(shape=(4, HIDDEN)), make(shape=(8, HIDDEN))
-            in_rank, per_expert = make(shape=(4, 2), dtype=np.uint8), make(shape=(EXPERTS,), dtype=np.int32)
-            words, sources = make(shape=(4096,), dtype=np.int32), make(shape=(8,), dtype=np.int32)
-            memory = {"words": words, "sources": sources}
+            layout = make(shape=(2,), dtype=np.int32), make(shape=(EXPERTS,), dtype=np.int32), make(shape=(4, 2), dtype=np.uint8)
+            ids, scales = make(shape=(4, 2), dtype=np.int64), None
+            memory = {"words": make(shape=(4096,), dtype=np.int32), "sources": make(shape=(8,), dtype=np.int32)}
             with pytest.raises(ValueError, match="received_x and x overlap|x and received_x overlap"):
-                moe.notify_and_dispatch(x, in_rank, per_expert, x, **memory)
+                moe.notify((x, scales, None, None), layout, received=(x, scales, None, None), **memory)
             with pytest.raises(ValueError, match="ids need weights"):
-                moe.notify_and_dispatch(x, in_rank, per_expert, to, ids=make(shape=(4, 2), dtype=np.int64), **memory)
-            with pytest.raises(TypeError, match="on a GPU"):
-                host = [np.zeros((4, HIDDEN), np.float32), np.zeros((4, 2), np.uint8), np.zeros(EXPERTS, np.int32)]
-                moe.notify_and_dispatch(*host, np.zeros((8, HIDDEN), np.float32), words=np.zeros(4, np.int32), sources=np.zeros(4, np.int32))
+                moe.notify((x, scales, ids, None), layout, received=(to, scales, None, None), **memory)
+            with pytest.raises(ValueError, match="a layout is made of ids"):
+                moe.notify((x, scales, None, None), layout, counts=True, received=(to, scales, None, None), **memory)
             moe.close()
 
     ranks.threads(2, body)

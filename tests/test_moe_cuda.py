@@ -11,6 +11,7 @@ import antiphon
 import harness
 from antiphon.moe import ExpertParallel, deep_ep, fused_a2a
 from harness import Checks
+from test_moe import entries_of_dispatches
 
 CHECKS = check = Checks()
 
@@ -31,6 +32,11 @@ def tokens_of(rank: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 def same(got: Tensor | None, expected: Tensor | None) -> None:
     assert got is not None and expected is not None
     assert torch.equal(got.cpu(), expected), (got.cpu(), expected)
+
+
+@check
+def a_dispatch_enters_the_compiled_module_once_or_twice(comm: Comm, device: Device) -> None:
+    entries_of_dispatches(comm, device)
 
 
 @check

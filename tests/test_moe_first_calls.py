@@ -51,11 +51,10 @@ class Layer:
 
     def layout(self) -> None:
         """Has no part for peers, and sets up what the calls share with them if it is the first call."""
-        outputs = {"tokens_per_rank": self.per_rank, "tokens_per_expert": self.per_expert, "is_token_in_rank": self.in_rank}
-        self.moe.layout(self.ids, EXPERTS, **outputs)
+        self.moe.layout(self.ids, (self.per_rank, self.per_expert, self.in_rank))
 
     def notify(self, **capacity: Any) -> Any:
-        return self.moe.notify(self.x, self.in_rank, self.per_expert, **capacity)
+        return self.moe.notify((self.x, None, None, None), (self.per_rank, self.per_expert, self.in_rank), **capacity)
 
 
 def test_a_failure_is_told_by_the_communicator() -> None:

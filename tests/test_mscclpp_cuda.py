@@ -17,7 +17,7 @@ import needs
 import ranks
 from antiphon.language import library
 from antiphon.mscclpp import DataType, PacketType
-from gpu_arrays import Array, arrays, device_count, graph
+from gpu_arrays import Array, arrays, graph, on_gpus
 from ports import free_port
 
 pytestmark = pytest.mark.cuda
@@ -27,12 +27,6 @@ COUNT = 37
 ROOM = 1 << 20
 
 Comm = antiphon.Communicator
-
-
-def on_gpus(world_size: int, body: Callable[[Comm], None]) -> None:
-    found = device_count()
-    needs.need(f"gpus {world_size}", found >= world_size, f"{found} found")
-    ranks.threads(world_size, body, timeout=60)
 
 
 def plan(name: str, comm: Comm, **options: Any) -> mscclpp.ExecutionPlan:

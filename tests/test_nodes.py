@@ -57,11 +57,11 @@ def call_everything() -> tuple[int, list[list[int]]]:
         assert comm.exchange_objects({"rank": rank}) == [{"rank": each} for each in range(size)]
         with comm.node_group() as mates, comm.rail_group() as rail:
             assert mates.nodes == [list(range(len(nodes[comm.node])))]
-            mates.create_shared_buffer(64)
+            mates.symmetric(64)
             assert rail.exchange_objects(rank) == [node[comm.node_rank] for node in nodes if comm.node_rank < len(node)]
         elsewhere = [other for other in range(size) if not comm.is_local(other)]
-        with pytest.raises(ValueError, match="create_shared_buffer needs memory that all ranks share") as refused:
-            comm.create_shared_buffer(64)
+        with pytest.raises(ValueError, match="symmetric needs memory that all ranks share") as refused:
+            comm.symmetric(64)
         assert f"ranks {elsewhere} of {size}" in str(refused.value) and "node_group" in str(refused.value)
         with comm.shrink() as again:
             assert (again.rank, again.nodes) == (rank, nodes)

@@ -115,7 +115,7 @@ def refusals() -> list[str]:
     }
     on_one_node: dict[str, Callable[[], Any]] = {
         "register_cuda": lambda: comm.register_cuda(x),
-        "create_cuda_buffer": lambda: comm.create_cuda_buffer(1024),
+        "symmetric": lambda: comm.symmetric(1024, "cuda"),
         "mixed": lambda: antiphon._core.MixedHandler(comm, layout, device.index),
         "experts": lambda: ExpertParallel(comm, 2, 1024).dispatch(x.view(1, -1), x.new_zeros(1, 1, dtype=torch.int64), x.new_ones(1, 1)),
     }

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 import antiphon
-import needs
 import ranks
 from antiphon.language import library
-from gpu_arrays import arrays, device_count, graph
+from gpu_arrays import arrays, graph, on_gpus
 
 #: Elements of a chunk: a few vectors and a rest.
 COUNT = 37
@@ -81,12 +80,6 @@ def test_on_the_host_the_first_that_serves_a_call_does_it() -> None:
     ranks.threads(2, body)
 
 
-def on_gpus(world_size: int, body: Any) -> None:
-    found = device_count()
-    needs.need(f"gpus {world_size}", found >= world_size, f"{found} found")
-    ranks.threads(world_size, body, timeout=120)
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_fastest_of_plans_and_built_in_calls_does_it(world_size: int) -> None:
@@ -131,7 +124,7 @@ def test_the_fastest_of_plans_and_built_in_calls_does_it(world_size: int) -> Non
         plans.close()
         comm.check()
 
-    on_gpus(world_size, body)
+    on_gpus(world_size, body, timeout=120)
 
 
 @pytest.mark.cuda
@@ -166,4 +159,4 @@ def test_a_collection_refuses_what_none_of_its_plans_does() -> None:
         with pytest.raises(ValueError, match="the collection is closed"):
             plans.explain("allreduce", 64, "float32")
 
-    on_gpus(2, body)
+    on_gpus(2, body, timeout=120)

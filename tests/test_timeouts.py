@@ -90,7 +90,7 @@ def split(comm: Comm) -> Callable[[], Any]:
 
 @operation
 def shared_buffer(comm: Comm) -> Callable[[], Any]:
-    return lambda: comm.create_shared_buffer(64)
+    return lambda: comm.symmetric(64)
 
 
 @operation

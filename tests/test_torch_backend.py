@@ -7,13 +7,13 @@ look up how a check went.
 import functools
 import os
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import antiphon.torch
+import harness
 import pytest
 import ranks
 import torch
@@ -21,52 +21,21 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
-NUMERIC = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-]
+NUMERIC = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8]
 MOVED = [*NUMERIC, torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn, torch.uint16]
 
 Group = dist.ProcessGroup
-CHECKS: dict[str, Callable[[int, int, Group], None]] = {}
+#: What every rank runs: ``body(rank, world_size, group)``.
+check = harness.Checks()
 
 
-def check(body: Callable[[int, int, Group], None]) -> Callable[[int, int, Group], None]:
-    """Registers what every rank runs, as ``body(rank, world_size, group)``."""
-    CHECKS[body.__name__] = body
-    return body
+def run_checks() -> harness.Outcomes:
+    def call(body: Callable[..., None]) -> None:
+        with harness.torch_group() as group:
+            body(group.rank(), group.size(), group)
 
-
-@functools.cache
-def outcomes(world_size: int) -> list[dict[str, str | None]]:
-    """How each check went on each rank: nothing, or a traceback."""
-    try:
-        return ranks.processes(world_size, run_checks)
-    except Exception:  # for every check, rather than again and again
-        return [dict.fromkeys(CHECKS, traceback.format_exc())]
-
-
-def run_checks() -> dict[str, str | None]:
-    warnings.simplefilter("ignore")
-    dist.init_process_group("antiphon", timeout=timedelta(seconds=60))
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    found: dict[str, str | None] = {}
-    for name, body in CHECKS.items():
-        group = dist.new_group(backend="antiphon", timeout=timedelta(seconds=60))
-        try:
-            body(rank, world_size, group)
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()
-        dist.destroy_process_group(group)
-    dist.destroy_process_group()
-    return found
+    with harness.torch_world("antiphon"):
+        return check.run(call)
 
 
 def everybody(
@@ -1035,7 +1004,6 @@ def exchange_of_init_works_over_a_group(rank: int, world: int, group: Group) -> 
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", check)
 def test_torch(name: str, world_size: int) -> None:
-    failures = [f"rank {rank}: {of_rank[name]}" for rank, of_rank in enumerate(outcomes(world_size)) if of_rank[name]]
-    assert not failures, "\n".join(failures)
+    check.expect(name, world_size, run_checks)

@@ -1,8 +1,6 @@
 """The ``torch.distributed`` backend on host memory and on GPUs, by the same checks; test_torch_backend.py has the rest."""
 
 import functools
-import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,38 +16,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-CHECKS: dict[str, Callable[[dist.ProcessGroup, torch.device], None]] = {}
 Group, Device = dist.ProcessGroup, torch.device
 
 
-def check(body: Callable[[Group, Device], None]) -> Callable[[Group, Device], None]:
-    CHECKS[body.__name__] = body
-    return body
+#: What every rank runs: ``body(group, device)``.
+check = harness.Checks()
 
 
-@functools.cache
-def outcomes(device: str, world_size: int) -> list[dict[str, str | None]]:
-    try:
-        return ranks.processes(world_size, run_checks, device)
-    except Exception:
-        return [dict.fromkeys(CHECKS, traceback.format_exc())]
-
-
-def run_checks(device: str) -> dict[str, str | None]:
-    warnings.simplefilter("ignore")
-    dist.init_process_group("antiphon", timeout=timedelta(seconds=60))
-    where = harness.place(device, dist.get_rank())
-    found: dict[str, str | None] = {}
-    for name, body in CHECKS.items():
-        group = dist.new_group(backend="antiphon", timeout=timedelta(seconds=60))
-        try:
+def run_checks(device: str) -> harness.Outcomes:
+    def call(body: Callable[..., None]) -> None:
+        with harness.torch_group() as group:
             body(group, where)
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()
-        dist.destroy_process_group(group)
-    dist.destroy_process_group()
-    return found
+
+    with harness.torch_world("antiphon"):
+        where = harness.place(device, dist.get_rank())
+        return check.run(call)
 
 
 def inputs(group: Group, device: Device, dtype: torch.dtype = torch.float32, rows: int = 4) -> list[torch.Tensor]:
@@ -389,8 +370,7 @@ def what_is_not_served_says_so(group: Group, device: Device) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("device", harness.DEVICES)
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", check)
 def test_on(name: str, device: str, world_size: int) -> None:
     harness.need(device, world_size)
-    failures = [f"rank {rank}: {of[name]}" for rank, of in enumerate(outcomes(device, world_size)) if of[name]]
-    assert not failures, "\n".join(failures)
+    check.expect(name, world_size, run_checks, device)

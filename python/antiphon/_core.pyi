@@ -39,7 +39,6 @@ __all__ = [
     "Channel",
     "Chunk",
     "Communicator",
-    "CudaBuffer",
     "FinishedPlan",
     "Lowering",
     "Mapping",
@@ -57,8 +56,8 @@ __all__ = [
     "Plan",
     "PlanCollection",
     "Program",
-    "SharedBuffer",
     "Switch",
+    "SymmetricBuffer",
     "ThreadBlockGroup",
     "__version__",
     "after_fork",
@@ -304,23 +303,16 @@ class Communicator:
         """Raises the failure of kernels that have finished: :class:`PeerLostError`, ``TimeoutError`` or ``RuntimeError``.
         It does not wait: synchronise with the stream first."""
 
-    def create_cuda_buffer(self, num_bytes: int, device: int | None = None) -> CudaBuffer:
-        """Memory of this size on every rank's GPU, all zeros. All ranks call it together, with the same size."""
-
-    def free_cuda_buffer(self, buffer: CudaBuffer) -> None:
-        """Frees the buffer on all ranks. All ranks call it together, after all work on the GPUs has finished, and after
-        :meth:`unregister_cuda` of a registered buffer."""
-
-    def register_cuda(self, memory: CudaBuffer | _Array) -> None:
+    def register_cuda(self, memory: SymmetricBuffer | _Array) -> None:
         """Lets ``all_reduce(..., registered=True)`` and ``Plan.execute(..., registered=True)`` use the memory of an array on CUDA, or of
-        a :class:`CudaBuffer`.
+        a :class:`SymmetricBuffer`.
 
         All ranks call it together, with equal sizes. These calls do not stage data. An all-reduce is from 16 MiB on as fast as others,
         and below 3 µs slower. Call :meth:`unregister_cuda` before the memory is freed. Raises ``ValueError`` for
         memory on the host and for different sizes, and ``RuntimeError`` with the reason for memory that CUDA IPC cannot share, such
         as that of PyTorch's expandable segments."""
 
-    def unregister_cuda(self, memory: CudaBuffer | _Array) -> None:
+    def unregister_cuda(self, memory: SymmetricBuffer | _Array) -> None:
         """Ends the registration of memory, after all work on the GPUs has finished. All ranks call it together."""
 
     def exchange_bytes(self, mine: bytes) -> list[bytes]:
@@ -605,12 +597,17 @@ class Communicator:
         """Starts :meth:`recv`; with the source ``None``, starts :meth:`recv_any`, and ``source`` of the handle is the sender's rank
         (host memory only)."""
 
-    def create_shared_buffer(self, num_bytes: int) -> SharedBuffer:
-        """Makes a buffer of which every rank has a zeroed copy that all ranks can read and write. Collectives on
-        parts of it skip a copy. Raises ``RuntimeError`` with the numbers when the symmetric memory is exhausted."""
+    def symmetric(self, num_bytes: int, device: str | int | _Device | None = None) -> SymmetricBuffer:
+        """Makes a buffer of which every rank has a zeroed copy that all ranks can read and write. All ranks call it together, with the
+        same size.
 
-    def free_shared_buffer(self, buffer: SharedBuffer) -> None:
-        """Frees the buffer on all ranks; afterwards no rank may use any copy."""
+        By default, and with ``"cpu"``, the copies are on the host; collectives on parts of them skip a copy. With ``device`` a GPU (its
+        number, ``"cuda:0"``, a ``torch.device``, or ``"cuda"`` for the current one of torch or CuPy) each is on the GPU of its rank;
+        :meth:`register_cuda` lets collectives skip a copy there. Raises ``RuntimeError`` with the numbers when the memory is exhausted."""
+
+    def free(self, buffer: SymmetricBuffer) -> None:
+        """Frees the buffer on all ranks; afterwards no rank may use any copy. All ranks call it together: on GPUs after all work on them
+        has finished, and after :meth:`unregister_cuda` of a registered buffer."""
 
     def load_plan(
         self,
@@ -773,23 +770,27 @@ class PlanCollection:
         """Frees the plans' memory. All ranks call it together, when no graph with calls of the plans is launched any more."""
 
 @final
-class SharedBuffer:
-    """Symmetric memory: a buffer at the same offset on every rank. Ranks order their accesses themselves, by barriers
-    or collectives."""
+class SymmetricBuffer:
+    """Symmetric memory, which :meth:`Communicator.symmetric` makes: a copy of one size on every rank, on the host or on the ranks'
+    GPUs. Ranks order their accesses themselves, by barriers or collectives."""
 
     def __len__(self) -> int:
         """The size of each copy in bytes."""
 
+    @property
+    def device(self) -> int | None:
+        """The number of this rank's GPU; ``None`` for a buffer on the host."""
+
     def pointer(self, rank: int) -> int:
-        """The address, in this process, of a rank's copy."""
+        """The address, in this process or for this rank's GPU, of a rank's copy."""
 
     def memory(self, dtype: DTypeName, shape: Sequence[int] | None = None, rank: int | None = None) -> Memory:
         """The start of a rank's copy (by default this rank's) as a tensor of this dtype (``"float32"``,
-        ``"bfloat16"``, ...) and shape (one dimension that takes all, unless given)."""
+        ``"bfloat16"``, ...) and shape (one dimension that takes all, unless given). ``ValueError`` for a buffer on GPUs."""
 
 @final
 class Memory:
-    """A part of a :class:`SharedBuffer`, for ``numpy.from_dlpack``, ``torch.from_dlpack`` and the like, without a copy.
+    """A part of a :class:`SymmetricBuffer` on the host, for ``numpy.from_dlpack``, ``torch.from_dlpack`` and the like, without a copy.
     It stays mapped as long as any object uses it."""
 
     @property
@@ -805,19 +806,6 @@ class Memory:
         copy: bool | None = None,
     ) -> CapsuleType: ...
     def __dlpack_device__(self) -> tuple[int, int]: ...
-
-@final
-class CudaBuffer:
-    """Memory of one size on the GPU of every rank, which all of them read and write; see
-    :meth:`Communicator.create_cuda_buffer`. ``len`` is its size on each, in bytes."""
-
-    def __len__(self) -> int: ...
-    @property
-    def device(self) -> int:
-        """The number of this rank's GPU."""
-
-    def pointer(self, rank: int) -> int:
-        """The address of a rank's memory, for this rank's GPU."""
 
 @final
 class Moe:
@@ -862,7 +850,7 @@ class Moe:
 
     @staticmethod
     def route_words(world_size: int, num_experts: int, num_tokens: int) -> list[tuple[str, int, int]]:
-        """What routes on a GPU keep there, as 32-bit integers: name, begin and end of each part, and of all."""
+        """The parts of what :meth:`notify` writes to ``words``, 32-bit integers: name, begin and end of each, and of all."""
 
     @staticmethod
     def host_words(world_size: int, num_experts: int, num_tokens: int, rows: int) -> int:
@@ -882,15 +870,13 @@ class Moe:
     def layout(
         self,
         ids: _Array,
-        num_experts: int,
+        layout: tuple[_Array, _Array, _Array],
         *,
-        tokens_per_rank: _Array,
-        tokens_per_expert: _Array,
-        is_token_in_rank: _Array,
         side: tuple[int, bool] | None = None,
+        num_sms: int | None = None,
     ) -> None:
-        """What the choices ``ids`` (int64 or int32 ``[T, K]``) come to: how many tokens go to each rank (int32 ``[R]``), how
-        often each expert was chosen (int32 ``[E]``), which tokens go to which ranks (8 bits, ``[T, R]``).
+        """Writes what the choices ``ids`` (int64 or int32 ``[T, K]``) come to: how many tokens go to each rank (int32 ``[R]``), how
+        often each of the ``E`` experts was chosen (int32 ``[E]``), which tokens go to which ranks (8 bits, ``[T, R]``).
 
         Raises ``ValueError`` with the numbers for experts that cannot be divided among the ranks and for shapes, ``TypeError``
         for dtypes.
@@ -898,62 +884,41 @@ class Moe:
 
     def notify(
         self,
-        x: _Array,
-        is_token_in_rank: _Array,
-        tokens_per_expert: _Array,
+        tokens: tuple[_Array, _Array | None, _Array | None, _Array | None],
+        layout: tuple[_Array, _Array, _Array],
         *,
-        top_k: int = 0,
-        scales: _Array | None = None,
+        counts: bool = False,
         capacity: int | None = None,
         words: _Array | None = None,
         sources: _Array | None = None,
+        received: tuple[_Array, _Array | None, _Array | None, _Array | None] | None = None,
         side: tuple[int, bool] | None = None,
-    ) -> MoeByTokenRoutes:
-        """Tells all ranks how many rows each rank sends to each other rank: those of a layout. ``x`` and ``scales`` say what rows will be,
-        ``top_k`` how many choices go with each (0: none), ``capacity`` how many rows there is room for. On a GPU the routes may
-        keep their :meth:`route_words` in an int32 array of the caller's, and the token of each row (−1 for one that did not arrive)
-        in another, int32 ``[capacity]``: the arrays live as long as the routes, and as graphs that have calls along them."""
+        num_sms: int | None = None,
+    ) -> tuple[MoeByTokenRoutes, bool, int, int | None, list[int] | None]:
+        """Tells all ranks how many rows each rank sends to each other rank: those of a layout, which is written first, as by
+        :meth:`layout`, if ``counts``. ``tokens``, rows with their scales, ids and weights, say what rows will be, and ``capacity`` how
+        many rows there is room for.
+
+        The routes write their :meth:`route_words` to an int32 array. ``received`` are arrays for a :meth:`dispatch` of the tokens that
+        follows at once, and ``sources`` is that of their sources. With a capacity they have as many rows. Without one, on a GPU, they have
+        as many as may come: the first ones are written if the rows that come fill three quarters of them. Else nothing is moved, and the
+        caller dispatches. On a GPU words and sources live as long as the routes, and as graphs that have calls along them.
+
+        Returns the routes, whether the rows were moved, how many rows received arrays have, how many rows arrive, and how often all
+        ranks' tokens chose each of this rank's experts; the last two are ``None`` on a GPU with a capacity, where only the GPU knows."""
 
     def dispatch(
         self,
         routes: MoeByTokenRoutes,
-        x: _Array,
-        received_x: _Array,
+        tokens: tuple[_Array, _Array | None, _Array | None, _Array | None],
+        received: tuple[_Array, _Array | None, _Array | None, _Array | None],
         *,
-        scales: _Array | None = None,
-        received_scales: _Array | None = None,
-        ids: _Array | None = None,
-        weights: _Array | None = None,
-        received_ids: _Array | None = None,
-        received_weights: _Array | None = None,
+        sources: _Array | None = None,
         side: tuple[int, bool] | None = None,
+        num_sms: int | None = None,
     ) -> None:
-        """Moves rows along routes: ``x`` ``[T, H]`` to ``received_x`` ``[routes.rows, H]``, and so the scales, ids and weights of the
-        rows."""
-
-    def notify_and_dispatch(
-        self,
-        x: _Array,
-        is_token_in_rank: _Array,
-        tokens_per_expert: _Array,
-        received_x: _Array,
-        *,
-        words: _Array,
-        sources: _Array,
-        top_k: int = 0,
-        capacity: int | None = None,
-        scales: _Array | None = None,
-        received_scales: _Array | None = None,
-        ids: _Array | None = None,
-        weights: _Array | None = None,
-        received_ids: _Array | None = None,
-        received_weights: _Array | None = None,
-        side: tuple[int, bool] | None = None,
-    ) -> tuple[MoeByTokenRoutes, bool]:
-        """What :meth:`notify` and :meth:`dispatch` do one after the other, on a GPU: nothing is made between the counts and the rows. With a
-        capacity what is received has that many rows, as has ``sources``. Without one all have as many as may come: the first ones are
-        written if the rows that come fill three quarters of them. Else nothing is moved, and the second result is false: the
-        caller passes memory for ``sources`` (:meth:`MoeByTokenRoutes.keep_sources_in`), and dispatches."""
+        """Moves rows along routes, ``[T, H]`` to ``[N, H]``, and so their scales, ids and weights. The token of each row (−1 for one that
+        did not arrive) is written to ``sources``, int32 ``[N]``, which on a GPU live as long as the routes."""
 
     def combine(
         self,
@@ -966,14 +931,14 @@ class Moe:
         bias: _Array | None = None,
         second_bias: _Array | None = None,
         side: tuple[int, bool] | None = None,
+        num_sms: int | None = None,
     ) -> None:
         """Moves rows back along routes and sums those of each token: ``rows`` ``[routes.rows, H]`` to ``output`` ``[T, H]``;
         sums begin with the biases, ``[T, H]``."""
 
 @final
 class MoeByTokenRoutes:
-    """The routes of a dispatch by token: which rank gets which rows from which; see :meth:`Moe.notify`. Matrices are bytes of
-    32-bit integers."""
+    """The routes of a dispatch by token: which rank gets which rows from which; see :meth:`Moe.notify`."""
 
     @property
     def rows(self) -> int:
@@ -984,11 +949,6 @@ class MoeByTokenRoutes:
         """How many rows arrive. ``None`` on a GPU with a capacity, where only the GPU knows."""
 
     @property
-    def overflow(self) -> bool:
-        """Whether more rows are routed here than the capacity holds. This and the matrices are those of routes on the host;
-        routes on a GPU have them there, and ``TypeError`` is raised."""
-
-    @property
     def num_tokens(self) -> int:
         """How many tokens this rank dispatches."""
 
@@ -997,32 +957,8 @@ class MoeByTokenRoutes:
     @property
     def top_k(self) -> int: ...
     @property
-    def tokens_per_expert(self) -> list[int] | None:
-        """How often all ranks' tokens chose each of this rank's experts. ``None`` on a GPU with a capacity."""
-
-    @property
-    def rank_prefix_matrix(self) -> bytes:
-        """``[R, R]``: how many tokens the ranks up to and with the row's route to the column's."""
-
-    @property
-    def routed_to_each(self) -> bytes:
-        """``[R]``: how many tokens this rank routes to each."""
-
-    @property
-    def send_head(self) -> bytes:
-        """``[T, R]``: the number of a token among those that this rank routes to a rank, or -1."""
-
-    @property
-    def source_tokens(self) -> bytes | None:
-        """``[num_received]``: of each row, its token on the rank that it comes from. ``None`` before the first dispatch."""
-
-    @property
     def words(self) -> bytes:
         """All that there is to routes on the host along which rows have been dispatched; see :meth:`Moe.routes_of`."""
-
-    def keep_sources_in(self, sources: _Array) -> None:
-        """From now on routes on a GPU keep the token of each row in an array of the caller's, int32 ``[rows]``, which lives as
-        long as the routes, and as graphs that have calls along them."""
 
 @final
 class MoeByExpert:
@@ -1540,7 +1476,7 @@ class Chunk:
     def __new__(cls, rank: int, buffer: BufferType, index: int, size: int) -> Self: ...
     @property
     def rank(self) -> int:
-        """Whose buffer."""
+        """The rank that owns the buffer."""
 
     @property
     def buffer(self) -> BufferType:
@@ -1567,7 +1503,7 @@ class BaseBuffer:
     def __new__(cls, rank: int, buffer_type: BufferType, offset: int, size: int) -> Self: ...
     @property
     def rank(self) -> int:
-        """Whose."""
+        """The rank that owns it."""
 
     @property
     def buffer_type(self) -> BufferType:
@@ -1612,7 +1548,7 @@ class Channel:
 
     @property
     def src(self) -> int:
-        """Whose operations."""
+        """The rank that makes the operations."""
 
     @property
     def id(self) -> int:

@@ -47,7 +47,7 @@
 //!    residual, RMS norm, quantisation, mixtures of experts.
 //! 3. **Tensors.** [`tensor`] has the dtypes with their exact conversions, and views of borrowed memory.
 //! 4. **Groups.** [`topology`] computes groups for tensor, pipeline, context and expert parallelism.
-//! 5. **Memory that all ranks see.** [`create_shared_buffer`](fabric::Communicator::create_shared_buffer).
+//! 5. **Memory that all ranks see.** [`symmetric`](fabric::Communicator::symmetric).
 //! 6. **GPUs.** [`cuda`] has the collectives between GPUs, their devices, memory and streams. [`nccl`] has the same
 //!    collectives through NCCL. [`session`] opens a rank's GPUs once for many threads, and hands out all kinds of calls on them.
 //! 7. **Algorithms of your own.** A [`language`] program becomes a [`plan`], which is proved and simulated before the

@@ -32,25 +32,17 @@ pub(crate) fn exchange_chunks(
     chunk: usize,
     width: usize,
     mut fill: impl FnMut(Range<usize>, *mut u8) -> Written,
-    mut drain: impl FnMut(Range<usize>, &mut [*const u8]),
+    drain: impl FnMut(Range<usize>, &mut [*const u8]),
 ) -> Result<(), FabricError> {
-    debug_assert!(chunk > 0 && chunk * width <= Rounds::CAPACITY);
-    let mut start = 0;
-    loop {
-        let part = start..len.min(start + chunk);
-        let payload = part.len() * width;
-        let written = fill(part.clone(), rounds.outbox(payload));
-        rounds.exchange(signature, written)?;
-        drain(part.clone(), rounds.inboxes(payload));
-        start = part.end;
-        if start >= len {
-            return Ok(());
-        }
-    }
+    let exchange = |rounds: &mut Rounds, part: Range<usize>| {
+        let written = fill(part.clone(), rounds.outbox(part.len() * width));
+        rounds.exchange(signature, written)
+    };
+    in_chunks(rounds, len, chunk, width, exchange, drain)
 }
 
-/// As [`exchange_chunks`], where each other node gets something else: `written` says which bytes of a contribution to a chunk of so many are for
-/// a node.
+/// As [`exchange_chunks`], where each other node gets something else: `written(bytes, node)` says which part of the contribution to a chunk of
+/// `bytes` bytes is for `node`.
 #[inline]
 #[expect(clippy::too_many_arguments, reason = "one more than the loop that it varies")]
 pub(crate) fn exchange_chunks_by_node(
@@ -61,16 +53,31 @@ pub(crate) fn exchange_chunks_by_node(
     width: usize,
     mut fill: impl FnMut(Range<usize>, *mut u8),
     written: impl Fn(usize, usize) -> Written,
+    drain: impl FnMut(Range<usize>, &mut [*const u8]),
+) -> Result<(), FabricError> {
+    let exchange = |rounds: &mut Rounds, part: Range<usize>| {
+        fill(part.clone(), rounds.outbox(part.len() * width));
+        rounds.exchange_by_node(signature, |node| written(part.len(), node))
+    };
+    in_chunks(rounds, len, chunk, width, exchange, drain)
+}
+
+/// The rounds of an exchange. `exchange` makes that of a chunk.
+#[inline]
+fn in_chunks(
+    rounds: &mut Rounds,
+    len: usize,
+    chunk: usize,
+    width: usize,
+    mut exchange: impl FnMut(&mut Rounds, Range<usize>) -> Result<(), FabricError>,
     mut drain: impl FnMut(Range<usize>, &mut [*const u8]),
 ) -> Result<(), FabricError> {
     debug_assert!(chunk > 0 && chunk * width <= Rounds::CAPACITY);
     let mut start = 0;
     loop {
         let part = start..len.min(start + chunk);
-        let payload = part.len() * width;
-        fill(part.clone(), rounds.outbox(payload));
-        rounds.exchange_by_node(signature, |node| written(part.len(), node))?;
-        drain(part.clone(), rounds.inboxes(payload));
+        exchange(rounds, part.clone())?;
+        drain(part.clone(), rounds.inboxes(part.len() * width));
         start = part.end;
         if start >= len {
             return Ok(());

@@ -45,10 +45,10 @@ fn step(comm: &Communicator, work: &str, buffer: &mut Vec<f32>) -> Result<(), Co
             comm.all_to_all_v(&buffer[..sends.iter().sum()], &sends, &mut output, &receives)
         }
         "symmetric all_reduce" => {
-            let shared = comm.create_shared_buffer(12 << 20)?; // the worlds of these tests have 16 MiB
+            let shared = comm.symmetric(12 << 20)?; // the worlds of these tests have 16 MiB
             // SAFETY: the others access this copy only within the collective, and after an error no rank here does.
             comm.all_reduce_in_place(unsafe { shared.slice_mut::<f32>(rank) }, ReduceOp::Max)?;
-            Ok(comm.free_shared_buffer(shared)?)
+            Ok(comm.free(shared)?)
         }
         mixed if mixed.starts_with("mixed") => {
             let layout = MixedLayout::builder(world_size, rank).local_tp(2).build();

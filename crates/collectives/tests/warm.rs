@@ -56,7 +56,7 @@ fn a_barrier_takes_nothing() {
     assert_eq!(taken, [Taken::new(0, 0); 3]);
 }
 
-/// Of even and uneven blocks, which are short, as four ranks share few cores.
+/// Calls of even and uneven blocks, which are short, as four ranks share few cores.
 #[test]
 fn mixed_collectives_take_nothing() {
     for mode in [MixedMode::Waits, MixedMode::Bytes1] {

@@ -46,7 +46,7 @@ fn measure(comm: &Communicator, proved: &VerifiedPlan) -> Result<(), Failure> {
         println!("{:>10} {:>10} {:>12} {:>12} {:>6}", "bytes", "tensors", "plan µs", "by hand µs", "ratio");
     }
     for bytes in [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20] {
-        let buffers = [comm.create_shared_buffer(bytes)?, comm.create_shared_buffer(bytes)?];
+        let buffers = [comm.symmetric(bytes)?, comm.symmetric(bytes)?];
         let (mut input, mut output) = (vec![1f32; bytes / 4], vec![0f32; bytes / 4]);
         for symmetric in [false, true] {
             let (from, to): (&[f32], &mut [f32]) = match symmetric {
@@ -72,7 +72,7 @@ fn measure(comm: &Communicator, proved: &VerifiedPlan) -> Result<(), Failure> {
                 println!("{bytes:>10} {tensors:>10} {ours:>12.1} {theirs:>12.1} {:>6.2}", ours / theirs);
             }
         }
-        buffers.into_iter().try_for_each(|buffer| comm.free_shared_buffer(buffer))?;
+        buffers.into_iter().try_for_each(|buffer| comm.free(buffer))?;
     }
     Ok(())
 }

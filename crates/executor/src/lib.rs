@@ -34,7 +34,7 @@
 //! in which they detect calls that do not match. Between the rounds they execute only the plan's operations.
 //!
 //! All ranks access tensors in symmetric memory
-//! ([`create_shared_buffer`](antiphon_fabric::Communicator::create_shared_buffer)) in place. Of other tensors, the
+//! ([`symmetric`](antiphon_fabric::Communicator::symmetric)) in place. Of other tensors, the
 //! chunks that *other* ranks access are copied through symmetric memory, once before and once after the plan's operations. A
 //! large message is divided into slices that stay in the cache.
 //!

@@ -144,7 +144,7 @@ struct Elsewhere {
     nodes: Nodes,
     node: usize,
     controls: Vec<Control>,
-    /// Of each rank that has said that it leaves: how many notices it had sent to this rank before, and one.
+    /// One more than the notices that a rank which leaves had sent to this rank before; 0 for a rank that has not said that it leaves.
     leaving: Vec<AtomicU64>,
     /// How many notices have come from each rank.
     notices: Vec<AtomicU64>,
@@ -182,7 +182,7 @@ impl Regions {
         })
     }
 
-    /// Notes that a rank of another node has said that it leaves, and that it has sent so many notices before.
+    /// Notes that a rank of another node has said that it leaves, and how many notices it has sent before.
     pub(crate) fn note_leaving(&self, rank: usize, notices: u64) {
         if let Some(elsewhere) = &self.elsewhere {
             // Pairs with the acquire load in `is_leaving`.

@@ -7,7 +7,7 @@
 //!    caller, and prove to each other that they know the world's secret.
 //! 2. **Memory**. All ranks map one piece of anonymous shared memory, in which each rank has a region of its own:
 //!    mailboxes, message rings, and an arena of symmetric buffers
-//!    ([`Communicator::create_shared_buffer`]) that lie at the same offset on every rank.
+//!    ([`Communicator::symmetric`]) that lie at the same offset on every rank.
 //! 3. **Signals**. In a *round* ([`Rounds`]) every rank posts a packet and waits for the packets of all ranks; in a
 //!    *message* one rank sends to another. A packet's stamp is written with release order and polled with acquire order.
 //!    Data of up to 40 bytes is in the stamp's cache line, so that one line carries the whole packet.
@@ -82,4 +82,4 @@ pub use signal::{
 pub use signature::Signature;
 #[cfg(not(loom))]
 pub use symmetric::{CudaArena, RegisteredMemory, RegisteredTensor, Registry};
-pub use symmetric::{Mapped, SharedBuffer};
+pub use symmetric::{Mapped, SymmetricBuffer};

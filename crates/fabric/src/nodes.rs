@@ -168,8 +168,8 @@ mod tests {
     #[test]
     fn what_needs_one_memory_names_the_ranks_elsewhere() {
         let nodes = Nodes::named(["a", "b", "b"]);
-        let error = nodes.check_one(0, "create_shared_buffer").unwrap_err().to_string();
-        assert!(error.contains("create_shared_buffer") && error.contains("[1, 2] of 3"), "{error}");
+        let error = nodes.check_one(0, "symmetric").unwrap_err().to_string();
+        assert!(error.contains("symmetric") && error.contains("[1, 2] of 3"), "{error}");
         Nodes::one(3).check_one(0, "anything").unwrap();
     }
 }

@@ -133,8 +133,8 @@ mod tests {
         let expected = "execute(7168 × bf16, places 00aa31, plan 1f00aa31, registered)";
         assert_eq!(placed.to_string(), expected);
         let memory = |operation| Signature { count: 4096, ..Signature::new(operation) }.to_string();
-        assert_eq!(memory(Operation::Allocate), "create_shared_buffer(4096 bytes)");
-        assert_eq!(memory(Operation::Free), "free_shared_buffer(offset 4096)");
+        assert_eq!(memory(Operation::Allocate), "symmetric(4096 bytes)");
+        assert_eq!(memory(Operation::Free), "free(offset 4096)");
         let rows =
             Signature { count: Count::rows(7168, 0), detail: Detail::experts(256, 8), reduce: None, ..call };
         let dispatch = Signature { operation: Operation::Dispatch, algorithm: 1, ..rows };

@@ -73,7 +73,7 @@ fn a_rank_that_leaves_is_lost_to_ranks_that_need_it() {
 fn a_rank_that_leaves_is_lost_even_if_its_buffer_lives_on() {
     let (both, over) = (Barrier::new(2), Barrier::new(2));
     let results = run(2, |comm| {
-        let buffer = comm.create_shared_buffer(4096)?;
+        let buffer = comm.symmetric(4096)?;
         // SAFETY: each rank writes to its own copy.
         unsafe { buffer.as_mut_ptr(comm.rank()).write(comm.rank() as u8 + 1) };
         both.wait();
@@ -200,7 +200,7 @@ fn a_deadline_names_all_missing_ranks() {
 #[test]
 fn every_rank_sees_both_sides_of_a_mismatch() {
     let results = run(3, |comm| match comm.rank() {
-        1 => comm.create_shared_buffer(4096).map(drop),
+        1 => comm.symmetric(4096).map(drop),
         rank => {
             std::thread::sleep(Duration::from_millis(20) * rank as u32);
             comm.barrier()
@@ -210,7 +210,7 @@ fn every_rank_sees_both_sides_of_a_mismatch() {
         let error = result.as_ref().unwrap_err();
         assert!(matches!(error, FabricError::Mismatch { .. }), "rank {rank}: {error:?}");
         let text = error.to_string();
-        assert!(text.contains("barrier") && text.contains("create_shared_buffer(4096 bytes)"), "{text}");
+        assert!(text.contains("barrier") && text.contains("symmetric(4096 bytes)"), "{text}");
     }
 }
 
@@ -241,7 +241,7 @@ fn a_failed_communicator_answers_every_further_call_with_the_first_error() {
     let calls: [(&str, Call); 6] = [
         ("barrier", |comm| comm.barrier()),
         ("exchange_bytes", |comm| comm.exchange_bytes(b"x").map(drop)),
-        ("create_shared_buffer", |comm| comm.create_shared_buffer(1).map(drop)),
+        ("symmetric", |comm| comm.symmetric(1).map(drop)),
         ("send", |comm| comm.send(&[1u8], 0)),
         ("recv", |comm| comm.recv(&mut [1u8], 0)),
         ("spawn", |comm| comm.spawn(|comm| comm.barrier())?.wait()),

@@ -31,10 +31,10 @@ fn step(comm: &Communicator, work: &str) -> Result<(), FabricError> {
             Ok(())
         }
         "memory" => {
-            let buffer = comm.create_shared_buffer(100_000)?;
+            let buffer = comm.symmetric(100_000)?;
             // SAFETY: each rank writes to its own copy, which it has not freed yet.
             unsafe { buffer.as_mut_ptr(rank).write_bytes(1, buffer.len()) };
-            comm.free_shared_buffer(buffer)
+            comm.free(buffer)
         }
         "background" => {
             let pending = comm.spawn(|comm| comm.exchange_bytes(&[1; 10_000]))?;

@@ -52,12 +52,12 @@ fn assert_no_growth(before: Usage, what: &str) {
 /// 1,000 buffers of a quarter of a megabyte on each rank: a leak would take half a gigabyte.
 fn buffers(comm: &Communicator) {
     for _ in 0..1000 {
-        let buffer = comm.create_shared_buffer(256 << 10).unwrap();
+        let buffer = comm.symmetric(256 << 10).unwrap();
         // SAFETY: each rank writes to its own copy, once per page.
         (0..buffer.len())
             .step_by(4096)
             .for_each(|at| unsafe { buffer.as_mut_ptr(comm.rank()).add(at).write(1) });
-        comm.free_shared_buffer(buffer).unwrap();
+        comm.free(buffer).unwrap();
     }
 }
 

@@ -314,7 +314,7 @@ fn what_needs_one_memory_is_refused_and_the_communicator_stays_usable() {
     let results = run(&["a", "b", "b"], |comm| {
         let text = |error: FabricError| error.to_string();
         let refused = [
-            comm.create_shared_buffer(64).map(drop).map_err(text).unwrap_err(),
+            comm.symmetric(64).map(drop).map_err(text).unwrap_err(),
             comm.exchange_descriptors(std::os::fd::AsFd::as_fd(&std::io::stdin()))
                 .map(drop)
                 .map_err(text)
@@ -324,7 +324,7 @@ fn what_needs_one_memory_is_refused_and_the_communicator_stays_usable() {
         Ok::<_, FabricError>(refused)
     });
     let refused = results[0].as_ref().unwrap();
-    assert!(refused[0].contains("create_shared_buffer") && refused[0].contains("[1, 2] of 3"), "{refused:?}");
+    assert!(refused[0].contains("symmetric") && refused[0].contains("[1, 2] of 3"), "{refused:?}");
     assert!(refused[1].contains("exchange_descriptors"), "{refused:?}");
 }
 
@@ -387,7 +387,7 @@ fn groups_lie_within_nodes_and_across_them() {
         let reversed = comm.split(Some(0), -(rank as i64))?.unwrap();
         assert_eq!((within.nodes().count(), across.nodes().count(), reversed.nodes().count()), (1, 2, 2));
         assert_eq!(reversed.nodes().ranks(0), [0, 2]);
-        within.create_shared_buffer(64)?;
+        within.symmetric(64)?;
         let (mates, rail) = (comm.node_group()?, comm.rail_group()?);
         assert_eq!((mates.world_size(), mates.nodes().count(), mates.rank()), (2, 1, rank / 2));
         assert_eq!((rail.world_size(), rail.nodes().count(), rail.rank()), (2, 2, rank % 2));

@@ -64,8 +64,8 @@ fn work(comm: &Communicator, first: usize) -> Result<Vec<usize>, FabricError> {
     comm.send_recv(&[1f32; 100], next, &mut [0f32; 100], before % comm.world_size())?;
     comm.spawn(|comm| comm.barrier())?.wait()?;
     if comm.nodes().count() == 1 {
-        let buffer = comm.create_shared_buffer(10_000)?;
-        comm.free_shared_buffer(buffer)?;
+        let buffer = comm.symmetric(10_000)?;
+        comm.free(buffer)?;
     }
     let half = comm.split(Some(comm.rank() as u64 % 2), 0)?.expect("a colour was given");
     half.barrier()?;

@@ -1,6 +1,6 @@
 //! Symmetric memory: the same offset everywhere, zeroed, reused, and refused alike on all ranks.
 
-use antiphon_fabric::{Communicator, FabricError, SharedBuffer, rendezvous::Ticket};
+use antiphon_fabric::{Communicator, FabricError, SymmetricBuffer, rendezvous::Ticket};
 use proptest::prelude::*;
 
 /// A world with an arena of `arena_bytes` per rank.
@@ -20,8 +20,8 @@ fn run<T: Send>(world_size: usize, arena_bytes: usize, rank: impl Fn(Communicato
 fn every_rank_reaches_every_copy_at_the_same_offset() {
     const WORLD: usize = 3;
     let offsets = run(WORLD, 1 << 20, |comm| {
-        let _first = comm.create_shared_buffer(5000).unwrap();
-        let buffer = comm.create_shared_buffer(WORLD).unwrap();
+        let _first = comm.symmetric(5000).unwrap();
+        let buffer = comm.symmetric(WORLD).unwrap();
         for rank in 0..WORLD {
             // SAFETY: of each copy, each rank writes its own byte.
             unsafe { buffer.as_mut_ptr(rank).add(comm.rank()).write(10 * rank as u8 + comm.rank() as u8) };
@@ -41,13 +41,13 @@ fn every_rank_reaches_every_copy_at_the_same_offset() {
 fn a_buffer_is_zero_when_made_even_where_another_lay() {
     run(2, 1 << 20, |comm| {
         for round in 0..10 {
-            let buffer = comm.create_shared_buffer(100_000).unwrap();
+            let buffer = comm.symmetric(100_000).unwrap();
             assert_eq!(buffer.offset(), 0, "the place is free again");
             // SAFETY: each rank uses its own copy only.
             let copy = unsafe { buffer.slice_mut::<u8>(comm.rank()) };
             assert!(copy.iter().all(|&byte| byte == 0), "round {round}");
             copy.fill(0xFF);
-            comm.free_shared_buffer(buffer).unwrap();
+            comm.free(buffer).unwrap();
         }
     });
 }
@@ -55,9 +55,9 @@ fn a_buffer_is_zero_when_made_even_where_another_lay() {
 #[test]
 fn what_does_not_fit_is_refused_on_every_rank_and_does_no_harm() {
     run(3, 10 * 4096, |comm| {
-        let first = comm.create_shared_buffer(6 * 4096).unwrap();
+        let first = comm.symmetric(6 * 4096).unwrap();
         for _ in 0..3 {
-            match comm.create_shared_buffer(5 * 4096) {
+            match comm.symmetric(5 * 4096) {
                 Err(FabricError::ArenaFull {
                     asked: 20480,
                     free: 16384,
@@ -67,18 +67,18 @@ fn what_does_not_fit_is_refused_on_every_rank_and_does_no_harm() {
                 other => panic!("{other:?}"),
             }
         }
-        let second = comm.create_shared_buffer(4 * 4096).unwrap();
-        assert!(matches!(comm.create_shared_buffer(0), Err(FabricError::ArenaFull { free: 0, .. })));
-        comm.free_shared_buffer(first).unwrap();
-        comm.free_shared_buffer(second).unwrap();
-        let whole = comm.create_shared_buffer(10 * 4096).unwrap();
-        comm.free_shared_buffer(whole).unwrap();
+        let second = comm.symmetric(4 * 4096).unwrap();
+        assert!(matches!(comm.symmetric(0), Err(FabricError::ArenaFull { free: 0, .. })));
+        comm.free(first).unwrap();
+        comm.free(second).unwrap();
+        let whole = comm.symmetric(10 * 4096).unwrap();
+        comm.free(whole).unwrap();
     });
 }
 
 #[test]
 fn sizes_that_differ_are_a_mismatch() {
-    let results = run(2, 1 << 20, |comm| comm.create_shared_buffer(1000 + comm.rank()).map(drop));
+    let results = run(2, 1 << 20, |comm| comm.symmetric(1000 + comm.rank()).map(drop));
     for result in results {
         let error = result.unwrap_err().to_string();
         assert!(error.contains("(1000 bytes)") && error.contains("(1001 bytes)"), "{error}");
@@ -88,8 +88,8 @@ fn sizes_that_differ_are_a_mismatch() {
 #[test]
 fn freeing_different_buffers_is_a_mismatch() {
     let results = run(2, 1 << 20, |comm| {
-        let mut buffers = [comm.create_shared_buffer(1)?, comm.create_shared_buffer(1)?].into_iter();
-        comm.free_shared_buffer(buffers.nth(comm.rank()).unwrap())
+        let mut buffers = [comm.symmetric(1)?, comm.symmetric(1)?].into_iter();
+        comm.free(buffers.nth(comm.rank()).unwrap())
     });
     assert!(results.iter().all(|result| matches!(result, Err(FabricError::Mismatch { .. }))), "{results:?}");
 }
@@ -98,8 +98,8 @@ fn freeing_different_buffers_is_a_mismatch() {
 fn a_buffer_is_freed_where_it_was_made() {
     run(2, 1 << 20, |comm| {
         let group = comm.split(Some(0), 0).unwrap().unwrap();
-        let buffer = group.create_shared_buffer(1).unwrap();
-        assert!(matches!(comm.free_shared_buffer(buffer), Err(FabricError::InvalidArgument(_))));
+        let buffer = group.symmetric(1).unwrap();
+        assert!(matches!(comm.free(buffer), Err(FabricError::InvalidArgument(_))));
         comm.barrier().unwrap();
     });
 }
@@ -107,7 +107,7 @@ fn a_buffer_is_freed_where_it_was_made() {
 #[test]
 fn buffers_come_and_go_in_the_foreground_only() {
     run(2, 1 << 20, |comm| {
-        let refused = comm.spawn(|comm| comm.create_shared_buffer(1).map(drop)).unwrap().wait();
+        let refused = comm.spawn(|comm| comm.symmetric(1).map(drop)).unwrap().wait();
         assert!(matches!(refused, Err(FabricError::InvalidArgument(_))), "{refused:?}");
         comm.barrier().unwrap();
     });
@@ -116,7 +116,7 @@ fn buffers_come_and_go_in_the_foreground_only() {
 #[test]
 fn a_buffer_outlives_its_communicator() {
     let buffers = run(2, 1 << 20, |comm| {
-        let buffer = comm.create_shared_buffer(4096).unwrap();
+        let buffer = comm.symmetric(4096).unwrap();
         // SAFETY: each rank uses its own copy only.
         unsafe { buffer.slice_mut::<u8>(comm.rank()) }.fill(comm.rank() as u8 + 1);
         comm.barrier().unwrap();
@@ -148,11 +148,11 @@ proptest! {
     #[test]
     fn buffers_keep_their_contents(steps in proptest::collection::vec(step(), 1..40)) {
         let places = run(2, 30 * 4096, |comm| {
-            let (mut live, mut places) = (Vec::<(SharedBuffer, u8)>::new(), Vec::new());
+            let (mut live, mut places) = (Vec::<(SymmetricBuffer, u8)>::new(), Vec::new());
             for (number, step) in steps.iter().enumerate() {
                 match step {
                     Step::Create(len) => {
-                        let Ok(buffer) = comm.create_shared_buffer(*len) else { continue };
+                        let Ok(buffer) = comm.symmetric(*len) else { continue };
                         // SAFETY: each rank uses its own copy only.
                         let copy = unsafe { buffer.slice_mut::<u8>(comm.rank()) };
                         assert!(copy.iter().all(|&byte| byte == 0));
@@ -165,7 +165,7 @@ proptest! {
                         let (buffer, value) = live.swap_remove(index.index(live.len()));
                         // SAFETY: as above.
                         assert!(unsafe { buffer.slice_mut::<u8>(comm.rank()) }.iter().all(|&byte| byte == value));
-                        comm.free_shared_buffer(buffer).unwrap();
+                        comm.free(buffer).unwrap();
                     }
                 }
             }

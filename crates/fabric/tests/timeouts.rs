@@ -97,7 +97,7 @@ fn of_every_operation_on_a_late_rank() {
         ("exchange_bytes", |comm| comm.exchange_bytes(&[1, 2, 3]).map(drop)),
         ("agree", |comm| comm.agree("has failed", Ok(()))),
         ("split", |comm| comm.split(Some(0), 0).map(drop)),
-        ("shared memory", |comm| comm.create_shared_buffer(64).map(drop)),
+        ("shared memory", |comm| comm.symmetric(64).map(drop)),
         ("send_recv", messages_around_the_ring),
     ];
     for world_size in [2, 3] {

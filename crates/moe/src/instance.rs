@@ -65,7 +65,7 @@ impl Moe {
             return Err(refused("Moe::new", problem));
         }
         comm.check_one_node("a mixture of experts")?;
-        let region = Region::new(comm.create_shared_buffer(config.region_bytes)?);
+        let region = Region::new(comm.symmetric(config.region_bytes)?);
         let (token, number) = (Arc::new(()), next(&numbers(comm).instances));
         Ok(Self { region, token, number, slots: config.slots })
     }
@@ -197,9 +197,9 @@ impl Moe {
     /// Gives the regions back; all ranks call it alike.
     ///
     /// # Errors
-    /// As [`Communicator::free_shared_buffer`].
+    /// As [`Communicator::free`].
     pub fn close(self, comm: &Communicator) -> Result<()> {
-        Ok(comm.free_shared_buffer(self.region.into_buffer())?)
+        Ok(comm.free(self.region.into_buffer())?)
     }
 
     fn belongs_to(&self, comm: &Communicator, call: &'static str) -> Result<()> {

@@ -83,6 +83,7 @@ mod routes;
 pub mod slots;
 mod tensors;
 mod transport;
+mod words;
 
 pub use by_expert::{
     ByExpertCapacity, ByExpertCombine, ByExpertDispatch, ByExpertOrder, ByExpertRoutes, ByExpertRouting,
@@ -96,3 +97,4 @@ pub use layout::{Layout, layout};
 pub use multiprocessors::{Movement, Multiprocessors, SmTimes};
 pub use routes::{ByTokenRoutes, route_words};
 pub use slots::{CombineFormat, ReceivedSlots, SlotCombine, SlotDispatch, SlotFormat, SlotRoutes};
+pub use words::RouteWords;

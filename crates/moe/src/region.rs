@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use antiphon_fabric::{FabricError, Rounds, SharedBuffer, Signature, Written};
+use antiphon_fabric::{FabricError, Rounds, Signature, SymmetricBuffer, Written};
 
 use crate::error::{MoeError, Result};
 
@@ -15,21 +15,21 @@ const ALIGNMENT: usize = 16;
 /// calls: a rank that fills piece `n` has met all ranks at piece `n − 1`, to which each comes when it has drained piece `n − 2`,
 /// which was in the same half.
 pub(crate) struct Region {
-    buffer: SharedBuffer,
+    buffer: SymmetricBuffer,
     /// The number of the next piece. It is equal on all ranks.
     turn: u64,
 }
 
 impl Region {
-    pub(crate) fn new(buffer: SharedBuffer) -> Self {
+    pub(crate) fn new(buffer: SymmetricBuffer) -> Self {
         Self { buffer, turn: 0 }
     }
 
-    pub(crate) fn buffer(&self) -> &SharedBuffer {
+    pub(crate) fn buffer(&self) -> &SymmetricBuffer {
         &self.buffer
     }
 
-    pub(crate) fn into_buffer(self) -> SharedBuffer {
+    pub(crate) fn into_buffer(self) -> SymmetricBuffer {
         self.buffer
     }
 
@@ -83,7 +83,7 @@ impl Region {
 
 /// Half of every rank's region, as records.
 pub(crate) struct Half<'a> {
-    buffer: &'a SharedBuffer,
+    buffer: &'a SymmetricBuffer,
     offset: usize,
     record: usize,
     records: usize,

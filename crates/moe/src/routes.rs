@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use crate::layout::MAX_TOP_K;
+use crate::{layout::MAX_TOP_K, words::RouteWords};
 
 /// The routes of a dispatch by token: which rank gets which rows from which. [`Moe::notify`](crate::Moe::notify) makes them, and any
 /// number of dispatches and combines use them.
@@ -206,6 +206,26 @@ impl ByTokenRoutes {
         })
     }
 
+    /// What [`RouteWords`] names.
+    pub fn parts(&self) -> Vec<i32> {
+        let Traffic { rank, world_size, .. } = self.traffic;
+        let layout = RouteWords::new(world_size, self.num_experts, self.num_tokens());
+        let ranks = || 0..world_size;
+        let block = |from: usize, to: usize| self.traffic.block(from, to);
+        let counts = ranks().flat_map(|from| ranks().map(move |to| block(from, to).len() as i32));
+        let starts = ranks().map(|from| block(from, rank).start as i32);
+        let words: Vec<i32> = counts
+            .chain(starts)
+            .chain(self.rank_prefix_matrix())
+            .chain(self.routed_to_each())
+            .chain([i32::from(self.overflow())])
+            .chain(self.tokens_per_expert.iter().map(|&count| count as i32))
+            .chain(self.send_head())
+            .collect();
+        debug_assert_eq!(words.len(), layout.total());
+        words
+    }
+
     /// How many rows the received tensors have: those that arrive, or the capacity.
     pub fn rows(&self) -> usize {
         let Traffic { rank, capacity, .. } = &self.traffic;
@@ -243,20 +263,20 @@ impl ByTokenRoutes {
     }
 
     /// `[R, R]`: how many tokens the ranks up to and with the row's route to the column's.
-    pub fn rank_prefix_matrix(&self) -> Vec<i32> {
+    fn rank_prefix_matrix(&self) -> Vec<i32> {
         let Traffic { world_size, .. } = self.traffic;
         let cell = |from: usize, to: usize| self.traffic.routed_before(from + 1, to) as i32;
         (0..world_size).flat_map(|from| (0..world_size).map(move |to| cell(from, to))).collect()
     }
 
     /// `[R]`: how many tokens this rank routes to each.
-    pub fn routed_to_each(&self) -> Vec<i32> {
+    fn routed_to_each(&self) -> Vec<i32> {
         let Traffic { rank, world_size, .. } = self.traffic;
         (0..world_size).map(|to| self.traffic.routed(rank, to) as i32).collect()
     }
 
     /// `[T, R]`: the number of a token among those that this rank routes to a rank, or −1.
-    pub fn send_head(&self) -> Vec<i32> {
+    fn send_head(&self) -> Vec<i32> {
         let world_size = self.traffic.world_size;
         let mut heads = vec![-1; self.tokens.len() * world_size];
         let mut sent = vec![0; world_size];

@@ -44,9 +44,9 @@ operations! {
     /// Every rank gets bytes of every rank.
     ExchangeObjects = 2: Row::new("exchange_objects"),
     /// Ranks take symmetric memory.
-    Allocate = 3: Row::new("create_shared_buffer"),
+    Allocate = 3: Row::new("symmetric"),
     /// Ranks give symmetric memory back.
-    Free = 4: Row { count: Count::Offset, ..Row::new("free_shared_buffer") },
+    Free = 4: Row { count: Count::Offset, ..Row::new("free") },
     /// Every rank gets the reduction of all ranks' blocks.
     AllReduce = 5: Row {
         algorithms: &[

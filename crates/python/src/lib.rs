@@ -37,8 +37,8 @@ mod mixed;
 mod moe;
 mod operand;
 mod parallel_info;
-mod shared;
 mod stream;
+mod symmetric;
 
 /// See the crate's page.
 #[pyo3::pymodule(gil_used = false)]
@@ -51,7 +51,6 @@ mod _core {
         comm::{compute_fp4_swizzled_layout_sf_size, strided_memory},
         command::main,
         communicator::{Communicator, Plan, PlanCollection, launcher_variables},
-        cuda::CudaBuffer,
         error::{AbortedError, PeerLostError},
         fork::after_fork,
         handle::Handle,
@@ -64,7 +63,7 @@ mod _core {
         mixed::MixedHandler,
         moe::{Moe, MoeByExpert, MoeByExpertRoutes, MoeByTokenRoutes, MoeSlotRoutes, MoeSlots},
         parallel_info::ParallelInfo,
-        shared::{Memory, SharedBuffer},
+        symmetric::{Memory, SymmetricBuffer},
     };
 
     #[pymodule_export]

@@ -37,7 +37,7 @@ impl Key {
         Self { operation, dtype, world_size, nodes: String::new(), machine }
     }
 
-    /// For ranks on several nodes, of which each has so many.
+    /// For ranks on several nodes, each of which has this number of them.
     ///
     /// ```
     /// use antiphon_tuning::Key;

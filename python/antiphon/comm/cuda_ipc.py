@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakKeyDictionary
 
 import antiphon
-from antiphon import Communicator, CudaBuffer, SharedBuffer
+from antiphon import Communicator, SymmetricBuffer
 from antiphon.comm._cudart import CudaRTLibrary
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _Group: TypeAlias = "ProcessGroup | Communicator | None"
 
 # State of torch's groups and of our communicators, which have no attribute for it.
 _communicators: "WeakKeyDictionary[ProcessGroup, Communicator]" = WeakKeyDictionary()
-_buffers: "WeakKeyDictionary[Communicator, dict[int, SharedBuffer | CudaBuffer]]" = WeakKeyDictionary()
+_buffers: "WeakKeyDictionary[Communicator, dict[int, SymmetricBuffer]]" = WeakKeyDictionary()
 
 
 def create_shared_buffer(
@@ -43,11 +43,9 @@ def create_shared_buffer(
     if isinstance(device, str) and device != "cpu":
         raise ValueError(f'create_shared_buffer: device is {device!r}: pass the number of a GPU, or "cpu"')
     comm = communicator("create_shared_buffer", group)
-    buffer: SharedBuffer | CudaBuffer
-    if device == "cpu" or (device is None and not uses_cuda()):
-        buffer = comm.create_shared_buffer(size_in_bytes)
-    else:
-        buffer = comm.create_cuda_buffer(size_in_bytes, None if device is None else int(device))
+    if device is None:
+        device = "cuda" if uses_cuda() else "cpu"
+    buffer = comm.symmetric(size_in_bytes, device)
     pointers = [buffer.pointer(rank) for rank in range(comm.world_size)]
     _buffers.setdefault(comm, {})[pointers[comm.rank]] = buffer
     return pointers
@@ -72,11 +70,7 @@ def free_shared_buffer(pointers: Sequence[int | None] | None, group: _Group = No
             raise ValueError(
                 f"free_shared_buffer: {pointer:#x}, given for rank {rank}, is not the address of a buffer of {comm}"
             )
-    buffer = buffers.pop(given[comm.rank])
-    if isinstance(buffer, CudaBuffer):
-        comm.free_cuda_buffer(buffer)
-    else:
-        comm.free_shared_buffer(buffer)
+    comm.free(buffers.pop(given[comm.rank]))
 
 
 def owner(pointers: Sequence[int], rank: int) -> Communicator | None:

@@ -72,7 +72,7 @@ FUSED: dict[int, str | None] = {
 _OF_NAME = {name: _Mode(mode) for mode, name in FUSED.items() if name is not None}
 #: What makes a layout.
 _SIZES = ("local_tp_size", "inter_tp_size", "local_dp_size", "inter_dp_size")
-#: Of each GPU, for data under way: with what else a communicator has there it takes less than 100 MB.
+#: The bytes of each GPU for data under way: with what else a communicator has there it takes less than 100 MB.
 _STAGING_BYTES = 64 << 20
 SCATTERS = (_Op.REDUCESCATTER, _Op.REDUCESCATTER_ALLREDUCE)
 #: The bytes at which FlashInfer's tables begin, and of which it measures the doubles up to 128 MiB.

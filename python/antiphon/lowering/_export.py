@@ -132,7 +132,7 @@ class _Exporter:
         self.buffers = buffers
         self.hidden = buffers.hidden | buffers.copies.keys()
         self.symbols: dict[str, Any] = {}
-        #: Of types whose sizes are all known, what the file says of them.
+        #: What the file says of types whose sizes are all known.
         self.types: dict[Any, dict[str, Any]] = {}
 
     def node(self, node: Node) -> dict[str, Any] | None:

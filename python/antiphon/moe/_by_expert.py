@@ -54,7 +54,7 @@ class ByExpertRoutes(Routes, _Fields):
     rows_per_expert: Tensor
     #: What the routes keep on a GPU.
     words: Tensor | None = None
-    #: Of these, int32 ``[1]``: how many rows by expert there would be without a capacity.
+    #: A part of these, int32 ``[1]``: how many rows by expert there would be without a capacity.
     needed: Tensor | None = None
 
     def __repr__(self) -> str:

@@ -1,5 +1,6 @@
 """The calls by token on torch tensors. They allocate their outputs."""
 
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -80,39 +81,27 @@ class ByTokenRoutes(Routes, _Fields):
     dispatches and combines."""
 
     core: MoeByTokenRoutes
-    #: int32 ``[L]`` on a GPU.
-    counts: Tensor | None = None
+    #: How many tokens this rank has.
+    num_tokens: int
+    #: How many rows received tensors have: those that arrive, or the capacity.
+    rows: int
+    #: How many rows arrive. ``None`` on a GPU with a capacity: only the GPU knows, and ``recv_src_idx`` has no −1.
+    num_received: int | None
+    #: How often all ranks' tokens chose each expert of this rank. On a GPU with a capacity, where the host does not know, int32 ``[L]``.
+    tokens_per_expert: list[int] | Tensor
+    #: The same as int32 ``[L]``, on the device of the routes.
+    counts: Tensor
     #: All that routes with a capacity have on a GPU.
     words: Tensor | None = None
 
     def __repr__(self) -> str:
         received = "rows of a capacity" if self.num_received is None else "rows"
-        return f"<antiphon.moe.ByTokenRoutes: {self.core.num_tokens} tokens, {self.rows} {received}, {self.core.num_experts} experts>"
+        return f"<antiphon.moe.ByTokenRoutes: {self.num_tokens} tokens, {self.rows} {received}, {self.core.num_experts} experts>"
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
         """What calls along the routes read on a GPU: a tensor of each part."""
         return () if self.words is None else (self.words, self.recv_src_idx)
-
-    @property
-    def num_received(self) -> int | None:
-        """How many rows arrive. ``None`` on a GPU with a capacity: only the GPU knows, and ``recv_src_idx`` has no −1."""
-        return self.core.num_received
-
-    @property
-    def rows(self) -> int:
-        """How many rows received tensors have: those that arrive, or the capacity."""
-        return self.core.rows
-
-    @property
-    def tokens_per_expert(self) -> list[int] | Tensor:
-        """How often all ranks' tokens chose each expert of this rank. On a GPU with a capacity, where the host does not know,
-        int32 ``[L]``."""
-        known = self.core.tokens_per_expert
-        if known is not None:
-            return known
-        assert self.counts is not None
-        return self.counts
 
 
 class Received(NamedTuple):
@@ -134,10 +123,6 @@ class Calls:
         self.num_sms = Moe.NUM_SMS
         self._room = _Room()
 
-    def _ready(self) -> Moe:
-        self._core.num_sms = self.num_sms
-        return self._core
-
     def tune(self, device: int, hidden: int, smallest: int, largest: int) -> None:
         """Measures how many multiprocessors calls need where :attr:`num_sms` is 0."""
         self._core.tune(device, hidden, smallest, largest)
@@ -149,41 +134,41 @@ class Calls:
     def layout(self, ids: Tensor, num_experts: int, side: Side | None = None, *, call: str = "layout") -> Layout:
         """The layout of ``ids``, int64 or int32 ``[T, K]``. On a GPU it is made on ``side``, or else in the current stream. Errors
         name ``call``."""
-        check_tensors(call, {"ids": ids})
-        check_ids(call, ids)
-        num_experts = experts(call, num_experts, self.world_size)
-        layout = Layout(
-            ids.new_empty(self.world_size, dtype=torch.int32),
-            ids.new_empty(num_experts, dtype=torch.int32),
-            ids.new_empty(len(ids), self.world_size, dtype=torch.bool),
-        )
+        layout = self._new_layout(call, ids, num_experts)
         ids = ids.contiguous()
-        self._ready().layout(
-            ids,
-            num_experts,
-            tokens_per_rank=layout.tokens_per_rank,
-            tokens_per_expert=layout.tokens_per_expert,
-            is_token_in_rank=layout.is_token_in_rank.view(torch.uint8),
-            side=_raw(side),
-        )
+        self._core.layout(ids, _counts(layout), side=_raw(side), num_sms=self.num_sms)
         if side is not None:
             side.keep(ids, *layout)
         return layout
 
+    def _new_layout(self, call: str, ids: Tensor, num_experts: int) -> Layout:
+        """Tensors for the layout of ``ids``."""
+        check_tensors(call, {"ids": ids})
+        check_ids(call, ids)
+        num_experts = experts(call, num_experts, self.world_size)
+        return Layout(
+            ids.new_empty(self.world_size, dtype=torch.int32),
+            ids.new_empty(num_experts, dtype=torch.int32),
+            ids.new_empty(len(ids), self.world_size, dtype=torch.bool),
+        )
+
     def dispatch(
         self,
         x: Tensor,
-        layout: Layout,
+        layout: Layout | int,
         ids: Tensor | None,
         weights: Tensor | None,
         scales: Tensor | None,
         capacity: int | None,
         side: Side | None = None,
     ) -> tuple[Received, ByTokenRoutes]:
-        """Dispatches tokens as a layout says: all ranks agree on how many rows come, and then they do. On a GPU calls are made on
-        ``side``, or else in the current stream, where new tensors are made."""
+        """Dispatches tokens as a layout says, or as ``ids`` do, given the number of experts: all ranks agree on how many rows come, and
+        then they do. On a GPU calls are made on ``side``, or else in the current stream, where new tensors are made."""
         if (ids is None) != (weights is None):
             raise ValueError("dispatch: ids need weights, and weights need ids")
+        counts = not isinstance(layout, Layout)
+        if not isinstance(layout, Layout):
+            layout = self._new_layout("dispatch", ids, layout)  # type: ignore[arg-type]
         check_tensors("dispatch", {"x": x, **layout._asdict()}, {"ids": ids, "weights": weights, "scales": scales})
         check_rows("dispatch", x)
         check_scales("dispatch", x, scales)
@@ -200,73 +185,47 @@ class Calls:
         if list(layout.is_token_in_rank.shape) != [len(x), self.world_size]:
             expected, found = [len(x), self.world_size], list(layout.is_token_in_rank.shape)
             raise ValueError(f"dispatch: is_token_in_rank must be of shape [T, R] = {expected}, not {found}")
-        is_token_in_rank = layout.is_token_in_rank.contiguous()
-        # Contiguous, as all that is passed on.
-        x, scales, ids, weights = x.detach().contiguous(), _contiguous(scales), _contiguous(ids), _contiguous(weights)
-        layout = layout._replace(tokens_per_expert=layout.tokens_per_expert.contiguous(), is_token_in_rank=is_token_in_rank)
-        if x.is_cuda:
-            return self._dispatch_on_gpu(layout, Received(x, scales, ids, weights), capacity, side)
-        # What may not find memory comes before what peers wait for.
-        received = None if capacity is None else _rows(capacity, x, scales, ids, weights)
-        core = self._ready().notify(
-            _codes(x),
-            is_token_in_rank.view(torch.uint8),
-            layout.tokens_per_expert,
-            top_k=0 if ids is None else ids.shape[1],
-            scales=scales,
-            capacity=capacity,
-        )
-        with on_all_ranks(self._core, "dispatch"):
-            if received is None:
-                received = _rows(core.rows, x, scales, ids, weights)
-            self._move(core, received, x, scales, ids, weights, side)
-        return received, _host_routes(core, is_token_in_rank, self.world_size)
-
-    def _dispatch_on_gpu(
-        self, layout: Layout, tokens: Received, capacity: int | None, side: Side | None
-    ) -> tuple[Received, ByTokenRoutes]:
-        """As :meth:`dispatch`, of tensors that are checked. Without a capacity as many rows are made ready as may come, judged by the calls
-        before, so that nothing is made while the GPUs wait."""
-        x, scales, ids, weights = tokens
-        room = self._room.of(len(x)) if capacity is None else capacity
-        end = Moe.route_words(self.world_size, len(layout.tokens_per_expert), len(x))[-1][2]
-        # Behind the words of routes with a capacity is the token of each row; see `words_of`.
+        if not counts:
+            per_rank, per_expert, in_rank = layout
+            layout = Layout(per_rank, per_expert.contiguous(), in_rank.contiguous())
+        tokens = _sent(x, scales, ids, weights)
+        # What may not find memory comes before what peers wait for. On a GPU that is as many rows as may come, so that nothing is made
+        # while the GPUs wait.
+        parts = _parts(self.world_size, len(layout.tokens_per_expert), len(x))
+        end = parts["all"].stop
         words = x.new_empty(end + (capacity or 0), dtype=torch.int32)
-        sources = words.new_empty(room) if capacity is None else words[end:]
-        received = _rows(room, x, scales, ids, weights)
-        core, is_moved = self._ready().notify_and_dispatch(
-            _codes(x),
-            layout.is_token_in_rank.view(torch.uint8),
-            layout.tokens_per_expert,
-            _codes(received.x),
-            words=words if capacity is None else words[:end],
-            sources=sources,
-            top_k=0 if ids is None else ids.shape[1],
+        room = self._room.of(len(x)) if capacity is None and x.is_cuda else capacity
+        received = None if room is None else _rows(room, *tokens)
+        # Behind the words of routes with a capacity is the token of each row; see `words_of`.
+        sources = words[end:] if room is None or capacity is not None else words.new_empty(room)
+        options: dict[str, Any] = {"side": _raw(side), "num_sms": self.num_sms}
+        core, is_moved, rows, num_received, known = self._core.notify(
+            _codes_of(tokens),
+            _counts(layout),
+            counts=counts,
             capacity=capacity,
-            scales=scales,
-            received_scales=received.scales,
-            ids=ids,
-            weights=weights,
-            received_ids=received.ids,
-            received_weights=received.weights,
-            side=_raw(side),
+            words=words[:end],
+            sources=sources,
+            received=None if received is None else _codes_of(received),
+            **options,
         )
         if side is not None:
-            side.keep(words, layout.tokens_per_expert, layout.is_token_in_rank, sources, *tokens, *received)
-        rows = core.rows
-        if not is_moved:
+            side.keep(words, sources, *layout, *tokens, *(received or ()))
+        if not is_moved or received is None:
             with on_all_ranks(self._core, "dispatch"):
                 sources = words.new_empty(rows)
-                core.keep_sources_in(sources)
-                received = _rows(rows, x, scales, ids, weights)
-                self._move(core, received, x, scales, ids, weights, side)
+                received = _rows(rows, *tokens)
+                self._core.dispatch(core, _codes_of(tokens), _codes_of(received), sources=sources, **options)
             if side is not None:
-                side.keep(sources)
+                side.keep(sources, *received)
         elif rows != room:
             sources, received = sources[:rows], _first(rows, received)
-        if capacity is None:
+        if capacity is None and x.is_cuda:
             self._room.learn(len(x), rows)
-        return received, self._cuda_routes(core, layout, len(x), words, sources)
+        routes = self._routes(words, parts, sources, layout.is_token_in_rank)
+        routes.core, routes.rows, routes.num_received = core, rows, num_received
+        routes.tokens_per_expert = routes.counts if known is None else known
+        return received, routes
 
     def words_of(self, routes: ByTokenRoutes) -> Tensor:
         """Routes with a capacity as a tensor, int32, on their device."""
@@ -289,24 +248,28 @@ class Calls:
             words[:end], num_experts, num_tokens=num_tokens, top_k=top_k, sources=words[end:]
         )
 
-    def _cuda_routes(
-        self, core: MoeByTokenRoutes, layout: Layout, num_tokens: int, words: Tensor, sources: Tensor
+    def _routes(
+        self,
+        words: Tensor,
+        parts: dict[str, slice],
+        sources: Tensor,
+        is_token_in_rank: Tensor,
     ) -> ByTokenRoutes:
-        parts = Moe.route_words(self.world_size, len(layout.tokens_per_expert), num_tokens)
-        part = {name: words[begin:end] for name, begin, end in parts}
-        zeros = self._zeros.get(sources.device)
+        zeros = self._zeros.get(words.device)
         if zeros is None:
-            zeros = self._zeros[sources.device] = sources.new_zeros(self.world_size, 1)
+            zeros = self._zeros[words.device] = words.new_zeros(self.world_size, 1)
         routes = ByTokenRoutes(
-            part["rank_prefix_matrix"].view(self.world_size, self.world_size),
-            part["routed_to_each"].view(self.world_size, 1),
+            words[parts["rank_prefix_matrix"]].view(self.world_size, self.world_size),
+            words[parts["routed_to_each"]].view(self.world_size, 1),
             zeros,
             sources,
-            layout.is_token_in_rank,
-            part["send_head"].view(-1, self.world_size),
-            part["overflow"],
+            is_token_in_rank,
+            words[parts["send_head"]].view(-1, self.world_size),
+            words[parts["overflow"]],
         )
-        routes.core, routes.counts, routes.words = core, part["tokens_per_expert"], words
+        routes.num_tokens = len(is_token_in_rank)
+        routes.counts = words[parts["tokens_per_expert"]]
+        routes.words = words if words.is_cuda else None
         return routes
 
     def dispatch_along(
@@ -317,44 +280,21 @@ class Calls:
         check_tensors("dispatch", {"x": x, "the routes": routes.is_token_in_rank}, {"scales": scales})
         check_rows("dispatch", x)
         check_scales("dispatch", x, scales)
-        received = self.rows_along(routes.core, x, scales, side=side)
+        received = self.rows_along(routes.core, routes.rows, x, scales, side)
         if side is not None:
             side.keep(*routes.memory)
         return received
 
     def rows_along(
-        self, core: MoeByTokenRoutes, x: Tensor, scales: Tensor | None = None, side: Side | None = None
+        self, core: MoeByTokenRoutes, count: int, x: Tensor, scales: Tensor | None = None, side: Side | None = None
     ) -> Received:
-        """Moves rows along routes, to new tensors."""
-        received = _rows(core.rows, x, scales, None, None)
-        self._move(core, received, x, scales, None, None, side)
-        return received
-
-    def _move(
-        self,
-        core: MoeByTokenRoutes,
-        received: Received,
-        x: Tensor,
-        scales: Tensor | None,
-        ids: Tensor | None,
-        weights: Tensor | None,
-        side: Side | None,
-    ) -> None:
-        x, scales, ids, weights = x.detach().contiguous(), _contiguous(scales), _contiguous(ids), _contiguous(weights)
-        self._ready().dispatch(
-            core,
-            _codes(x),
-            _codes(received.x),
-            scales=scales,
-            received_scales=received.scales,
-            ids=ids,
-            weights=weights,
-            received_ids=received.ids,
-            received_weights=received.weights,
-            side=_raw(side),
-        )
+        """Moves rows along routes, to new tensors of ``count`` rows."""
+        tokens = _sent(x, scales, None, None)
+        received = _rows(count, *tokens)
+        self._core.dispatch(core, _codes_of(tokens), _codes_of(received), side=_raw(side), num_sms=self.num_sms)
         if side is not None:
-            side.keep(x, scales, ids, weights, *received)
+            side.keep(*tokens, *received)
+        return received
 
     def combine(
         self,
@@ -368,7 +308,7 @@ class Calls:
         check_routes("combine", routes, ByTokenRoutes)
         named = {"x": x, "the routes": routes.is_token_in_rank, **{f"bias {i}": bias for i, bias in enumerate(biases)}}
         check_tensors("combine", named, {"weights": weights})
-        sums = self.sum_along(routes.core, x, weights, biases, side)
+        sums = self.sum_along(routes.core, routes.num_tokens, x, weights, biases, side)
         if side is not None:
             side.keep(*routes.memory)
         return sums
@@ -376,20 +316,21 @@ class Calls:
     def sum_along(
         self,
         core: MoeByTokenRoutes,
+        num_tokens: int,
         x: Tensor,
         weights: Tensor | None = None,
         biases: Sequence[Tensor] = (),
         side: Side | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Sums rows along routes, to new tensors."""
+        """Sums rows along routes, to new tensors of ``num_tokens`` rows."""
         if len(biases) > 2:
             raise ValueError(f"combine: {len(biases)} biases; at most 2 are added")
-        output = x.detach().new_empty(core.num_tokens, *x.shape[1:])
-        output_weights = None if weights is None else weights.new_empty(core.num_tokens, *weights.shape[1:])
+        output = x.detach().new_empty(num_tokens, *x.shape[1:])
+        output_weights = None if weights is None else weights.new_empty(num_tokens, *weights.shape[1:])
         first, second = [*(bias.detach().contiguous() for bias in biases), None, None][:2]
         x = x.detach().contiguous()
         weights = None if weights is None else weights.detach().contiguous()
-        self._ready().combine(
+        self._core.combine(
             core,
             x,
             output,
@@ -398,6 +339,7 @@ class Calls:
             bias=first,
             second_bias=second,
             side=_raw(side),
+            num_sms=self.num_sms,
         )
         if side is not None:
             side.keep(x, weights, first, second, output, output_weights)
@@ -471,31 +413,29 @@ def calls_of(comm: Communicator) -> Calls:
     return Calls(_shared(comm), comm.world_size)
 
 
-def _host_routes(core: MoeByTokenRoutes, is_token_in_rank: Tensor, world_size: int) -> ByTokenRoutes:
-    like = is_token_in_rank.device
+@functools.lru_cache(maxsize=1024)
+def _parts(world_size: int, num_experts: int, num_tokens: int) -> dict[str, slice]:
+    """Where the parts of routes lie among their words, and all."""
+    return {name: slice(begin, end) for name, begin, end in Moe.route_words(world_size, num_experts, num_tokens)}
 
-    assert core.num_received is not None
 
-    def matrix(words: bytes | None, columns: int) -> Tensor:
-        flat = torch.frombuffer(bytearray(words), dtype=torch.int32) if words else torch.empty(0, dtype=torch.int32)
-        return flat.view(-1, columns).to(like)
-
-    sources = matrix(core.source_tokens, 1).flatten()
-    routes = ByTokenRoutes(
-        matrix(core.rank_prefix_matrix, world_size),
-        matrix(core.routed_to_each, 1),
-        torch.zeros(world_size, 1, dtype=torch.int32, device=like),
-        torch.nn.functional.pad(sources, (0, core.rows - core.num_received), value=-1),
-        is_token_in_rank,
-        matrix(core.send_head, world_size),
-        torch.tensor([core.overflow], dtype=torch.int32, device=like),
-    )
-    routes.core = core
-    return routes
+def _sent(x: Tensor, scales: Tensor | None, ids: Tensor | None, weights: Tensor | None) -> Received:
+    """Tokens as the core takes them."""
+    return Received(x.detach().contiguous(), _contiguous(scales), _contiguous(ids), _contiguous(weights))
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().contiguous()
+
+
+def _codes_of(rows: Received) -> Received:
+    """Rows whose elements of 8 bits are bytes, which is what is moved of them."""
+    return rows._replace(x=_codes(rows.x)) if is_code(rows.x) else rows
+
+
+def _counts(layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+    """A layout as the core takes it."""
+    return layout.tokens_per_rank, layout.tokens_per_expert, layout.is_token_in_rank.view(torch.uint8)
 
 
 class _Room:
@@ -515,17 +455,18 @@ class _Room:
 
 def _first(count: int, received: Received) -> Received:
     """The first ``count`` rows."""
-    _, scales, ids, weights = (None if each is None else each[:count] for each in received)
-    return Received(received.x[:count], scales, ids, weights)
+    return Received(*(None if each is None else each[:count] for each in received))  # type: ignore[arg-type]
 
 
 def _rows(count: int, x: Tensor, scales: Tensor | None, ids: Tensor | None, weights: Tensor | None) -> Received:
     """Makes new tensors for ``count`` rows."""
+    return Received(
+        x.detach().new_empty(count, *x.shape[1:]), _empty(count, scales), _empty(count, ids), _empty(count, weights)
+    )
 
-    def empty(like: Tensor | None) -> Tensor | None:
-        return None if like is None else like.detach().new_empty(count, *like.shape[1:])
 
-    return Received(x.detach().new_empty(count, *x.shape[1:]), empty(scales), empty(ids), empty(weights))
+def _empty(count: int, like: Tensor | None) -> Tensor | None:
+    return None if like is None else like.detach().new_empty(count, *like.shape[1:])
 
 
 def is_code(x: Tensor) -> bool:

@@ -88,9 +88,8 @@ class CombineFromSlots(torch.autograd.Function):
         rows, weights, ids = ctx.saved_tensors
         calls, routes = ctx.by_token, ctx.routes
         local, num_slots, hidden = rows.shape
-        layout = calls.layout(ids, routes.num_experts)
         # As many rows as slots are enough, and nothing waits for the number of those that come.
-        received, along = calls.dispatch(grad.contiguous(), layout, ids, weights, None, num_slots)
+        received, along = calls.dispatch(grad.contiguous(), routes.num_experts, ids, weights, None, num_slots)
         slots = _slots(received.ids, local, num_slots)
         gradient = torch.cat([received.x, received.x.new_zeros(1, hidden)])[slots.rows].float()
         expert = received.ids.masked_fill(received.ids < 0, local).long()

@@ -89,7 +89,7 @@ class SlotCalls:
         self._comm = weakref.ref(comm)
         self._world_size = comm.world_size
         self._engines: dict[tuple[int, int, int, int, int | None], MoeSlots] = {}
-        #: Of each engine on a GPU the call that may not have received yet.
+        #: The call of each engine on a GPU that may not have received yet.
         self._started: dict[MoeSlots, Pending[None]] = {}
 
     def _engine(self, x: Tensor, max_tokens: int, num_experts: int, top_k: int) -> MoeSlots:

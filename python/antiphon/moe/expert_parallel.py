@@ -112,17 +112,15 @@ class ExpertParallel:
         """
         check_tensors("dispatch", {"x": x, "ids": ids, "weights": weights}, {"scales": scales})
         check_rows("dispatch", x, self.hidden)
-        if layout is None:
-            layout = self._calls.layout(ids, self.num_experts, call="dispatch")
-        elif not isinstance(layout, Layout):
+        if layout is not None and not isinstance(layout, Layout):
             raise TypeError(f"dispatch: the layout must be one that ExpertParallel.layout gave, not {type(layout).__name__}")
-        elif len(layout.tokens_per_expert) != self.num_experts:
+        if layout is not None and len(layout.tokens_per_expert) != self.num_experts:
             raise ValueError(
                 f"dispatch: the layout is of {len(layout.tokens_per_expert)} experts; there are {self.num_experts}"
             )
         plain: list[Any] = []
         received_x, received_weights = _Dispatch.apply(  # type: ignore[no-untyped-call]
-            x, router_weights("dispatch", weights), self._calls, plain, (layout, ids, scales, capacity)
+            x, router_weights("dispatch", weights), self._calls, plain, (layout or self.num_experts, ids, scales, capacity)
         )
         received_ids, received_scales, routes = plain
         return Dispatched(

@@ -37,7 +37,7 @@ def _calls(group: str, x: Tensor) -> Calls:
 
 def _dispatch(x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, capacity: int, group: str) -> Any:
     calls = _calls(group, x)
-    received, made = calls.dispatch(x, calls.layout(ids, num_experts), ids, weights, None, capacity)
+    received, made = calls.dispatch(x, num_experts, ids, weights, None, capacity)
     return received.x, received.ids, received.weights, calls.words_of(made)
 
 
@@ -62,7 +62,7 @@ def _combine(
         expected, found = [len(rows), top_k], list(weights.shape)
         raise ValueError(f"moe_combine: the weights must be of shape [capacity, top_k] = {expected}, not {found}")
     core = calls.routes_of_words(routes, num_experts, num_tokens, len(rows), top_k)
-    sums, weight_sums = calls.sum_along(core, rows, weights)
+    sums, weight_sums = calls.sum_along(core, num_tokens, rows, weights)
     return sums, rows.new_empty(0, dtype=torch.float32) if weight_sums is None else weight_sums
 
 
@@ -78,7 +78,7 @@ def _dispatch_along(
 ) -> Tensor:
     calls = _calls(group, x)
     core = calls.routes_of_words(routes, num_experts, len(x), capacity, top_k)
-    received = calls.rows_along(core, x).x
+    received = calls.rows_along(core, capacity, x).x
     if received.is_cuda:
         # Only the GPU knows which rows arrive: those whose token is not −1.
         received.masked_fill_((routes[-capacity:] < 0).unsqueeze(1), 0)

@@ -92,7 +92,7 @@ _ABSENT = {
     "TcpBootstrap": "CommGroup(interfaceIpPortTrio=..., rank=..., size=...) meets at an address",
     "Transport": _CHANNELS,
     "TransportFlags": _CHANNELS,
-    "alloc_shared_physical_cuda": "RawGpuBuffer, or antiphon.Communicator.create_cuda_buffer",
+    "alloc_shared_physical_cuda": "RawGpuBuffer, or antiphon.Communicator.symmetric",
     "compile_native": _NATIVE,
     "connect_nvls_collective": "there is no NVLink multicast; SwitchChannel of mscclpp.language works without it",
     "env": "read os.environ; Antiphon's variables begin with ANTIPHON_",

@@ -76,7 +76,7 @@ class Executor:
             kind = type(comm).__name__
             raise TypeError(f"Executor: comm must be an antiphon.Communicator, as CommGroup(...).communicator is, not {kind}")
         self._comm = comm
-        #: By text, GPU and packets.
+        #: Loaded plans by text, GPU and packets.
         self._loaded: dict[tuple[str, int | None, PacketType], Plan] = {}
 
     @property

@@ -18,7 +18,7 @@ __all__ = ["Bootstrap", "CommGroup"]
 
 _TRIO = re.compile(r"(?:[^:\[\]]+:)?(?P<host>\[[^\[\]]+\]|[^:\[\]]+):(?P<port>[0-9]{1,5})")
 _CHANNELS = "write what its channels would do in mscclpp.language, and compile it"
-_MEMORY = "an executor takes any memory; antiphon.Communicator.create_shared_buffer and create_cuda_buffer make what all ranks reach"
+_MEMORY = "an executor takes any memory; antiphon.Communicator.symmetric makes what all ranks reach"
 
 
 class Bootstrap:

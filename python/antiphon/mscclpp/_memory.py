@@ -21,7 +21,7 @@ __all__ = ["Span", "cuda_driver", "new_bytes", "used_cupy", "whole"]
 
 #: Device types of DLPack.
 _CPU, _CUDA = 1, 2
-#: Of ``msync``.
+#: A flag of ``msync``.
 _MS_ASYNC = 1
 #: What the driver answers to a process that does not use it (any more), and for an address that is none of its contexts'.
 _NOT_CUDA = (3, 4, 201)
@@ -92,7 +92,7 @@ class _Maps:
     asked for some that an address did not have."""
 
     def __init__(self) -> None:
-        #: By whether it can be written: where ranges begin, and where they end, ascending.
+        #: Where ranges begin, and where they end, ascending, by whether they can be written.
         self._ranges: dict[bool, tuple[list[int], list[int]]] = {}
         self._msync = ctypes.CDLL(None).msync
         self._msync.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int

@@ -19,7 +19,7 @@ __all__ = ["arena_bytes", "comm_buffer", "is_comm_buffer"]
 #: What the arena's size is a multiple of, in bytes.
 _GRANULARITY = 1 << 20
 
-_arenas: WeakKeyDictionary[antiphon.Communicator, tuple[antiphon.SharedBuffer, Tensor]] = WeakKeyDictionary()
+_arenas: WeakKeyDictionary[antiphon.Communicator, tuple[antiphon.SymmetricBuffer, Tensor]] = WeakKeyDictionary()
 
 
 def comm_buffer(comm: antiphon.Communicator, shape: list[int], dtype: torch.dtype, offset: int, arena_bytes: int) -> Tensor:
@@ -51,7 +51,7 @@ def arena_bytes(comm: antiphon.Communicator) -> int:
 def _arena(comm: antiphon.Communicator, least: int) -> Tensor:
     if arena_bytes(comm) < least:
         if comm in _arenas:
-            comm.free_shared_buffer(_arenas.pop(comm)[0])
-        buffer = comm.create_shared_buffer(-(-least // _GRANULARITY) * _GRANULARITY)
+            comm.free(_arenas.pop(comm)[0])
+        buffer = comm.symmetric(-(-least // _GRANULARITY) * _GRANULARITY)
         _arenas[comm] = buffer, torch.utils.dlpack.from_dlpack(buffer.memory("uint8"))
     return _arenas[comm][1]

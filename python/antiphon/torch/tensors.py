@@ -13,7 +13,7 @@ from antiphon._types import OpName
 
 #: The type is Any, because torch's types distinguish the members of this enum from the operators that hold one.
 SUM: Any = dist.ReduceOp(dist.ReduceOp.SUM)
-#: By number, as comparing operators takes microseconds.
+#: The names by the operators' numbers, as comparing operators takes microseconds.
 PREMUL_SUM = int(dist.ReduceOp.PREMUL_SUM)  # type: ignore[call-overload]
 _NAMES: list[tuple[Any, OpName]] = [
     (dist.ReduceOp.SUM, "sum"),

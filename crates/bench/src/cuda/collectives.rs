@@ -22,7 +22,7 @@ use crate::{
     pattern::Reference,
 };
 
-/// Whose collectives they are.
+/// The library that makes the collectives.
 #[derive(Clone, Copy)]
 pub(super) enum Library<'a> {
     Ours(&'a CudaCollectives),

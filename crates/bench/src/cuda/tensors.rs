@@ -102,7 +102,7 @@ pub(super) struct Tensors<'a> {
     /// Whether calls take place in the output, where each rank then has its input before.
     in_place: bool,
     check: Check<'a>,
-    /// Whose registered memory it is.
+    /// The collectives that have registered the memory.
     registered: Option<&'a Rank<'a>>,
 }
 

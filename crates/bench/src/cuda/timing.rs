@@ -114,7 +114,7 @@ fn program(architecture: Architecture) -> Program {
     Program::new("bench/kernels.cuh", include_str!("kernels.cuh"), architecture)
 }
 
-/// Captures so many calls.
+/// Captures a number of calls.
 pub(super) fn graph(
     stream: &Stream,
     calls: u32,

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use antiphon::{
     collectives::Communicator,
-    fabric::{FabricError, SharedBuffer},
+    fabric::{FabricError, SymmetricBuffer},
     tensor::{Element, with_dtype},
 };
 
@@ -159,14 +159,13 @@ pub(crate) fn run(settings: &Settings, report: &dyn Fn(Found)) -> Result<()> {
 pub(crate) struct Buffers<'a, T> {
     comm: &'a Communicator,
     own: (Vec<T>, Vec<T>),
-    shared: Option<[SharedBuffer; 2]>,
+    shared: Option<[SymmetricBuffer; 2]>,
 }
 
 impl<'a, T: Element> Buffers<'a, T> {
     fn new(comm: &'a Communicator, input: Vec<T>, output: Vec<T>, symmetric: bool) -> Result<Self> {
-        let shared = || -> Result<[SharedBuffer; 2]> {
-            let [first, second] =
-                [&input, &output].map(|own| comm.create_shared_buffer(size_of_val(own.as_slice())));
+        let shared = || -> Result<[SymmetricBuffer; 2]> {
+            let [first, second] = [&input, &output].map(|own| comm.symmetric(size_of_val(own.as_slice())));
             let shared = [first?, second?];
             // SAFETY: other ranks touch this rank's copies only within the collectives.
             unsafe { shared[0].slice_mut(comm.rank()) }.copy_from_slice(&input);
@@ -188,7 +187,7 @@ impl<'a, T: Element> Buffers<'a, T> {
 
     fn give_back(self) -> Result<()> {
         let mut shared = self.shared.into_iter().flatten();
-        Ok(shared.try_for_each(|buffer| self.comm.free_shared_buffer(buffer))?)
+        Ok(shared.try_for_each(|buffer| self.comm.free(buffer))?)
     }
 }
 

@@ -49,7 +49,7 @@ pub struct Gpus {
 }
 
 impl Gpus {
-    /// Those that so many ranks will use, one each; all of them without a number.
+    /// The devices that a number of ranks will use, one each; all of them without a number.
     pub(crate) fn of_ranks(ranks: Option<usize>) -> Result<Self, Box<dyn std::error::Error>> {
         let driver = Driver::load()?;
         let devices = driver.devices()?;

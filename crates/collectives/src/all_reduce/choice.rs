@@ -62,9 +62,9 @@ fn load(comm: &Communicator) -> Result<AlgorithmTable> {
     AlgorithmTable::load(comm, &key(comm), names(comm), &thresholds)
 }
 
-/// Of several nodes: below, a one-shot is faster, as it has one round. Measured on two nodes of two ranks over TCP (benches/results).
+/// The same of several nodes: below, a one-shot is faster, as it has one round. Measured on two nodes of two ranks over TCP (benches/results).
 const TWO_SHOT_FROM: usize = 128 << 10;
-/// From so many bytes on, a two-shot goes by nodes: below, the round that this takes more costs more than it saves.
+/// The number of bytes from which on a two-shot goes by nodes: below, the round that this takes more costs more than it saves.
 const HIERARCHICAL_FROM: usize = 512 << 10;
 
 /// Measured on machines with 2 and 16 cores (benches/results); `tune` measures other machines.

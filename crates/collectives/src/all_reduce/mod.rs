@@ -8,7 +8,7 @@
 //!   (reduce-scatter, then all-gather). Each rank reduces `n` bytes in all, for any `W`. Large messages are sent in
 //!   pieces, and a round carries the inputs of one piece together with the results of the piece before.
 //!
-//!   Tensors that lie in symmetric memory ([`create_shared_buffer`](Communicator::create_shared_buffer)) on all ranks are
+//!   Tensors that lie in symmetric memory ([`symmetric`](Communicator::symmetric)) on all ranks are
 //!   not staged: each rank reduces its part directly from all inputs into all outputs. (After
 //!   an error, slower ranks may still access such tensors: do not use them until all ranks have left or synchronised again.)
 //!
@@ -175,7 +175,7 @@ pub(crate) fn run(comm: &Communicator, call: &CheckedCall<'_>) -> Result<()> {
     let AllReduceOptions { algorithm, registered } = AllReduceOptions::numbered(call.call.algorithm)?;
     if registered {
         let expected =
-            "left out on the host, where tensors of shared buffers are reduced in place in any case"
+            "left out on the host, where tensors in symmetric memory are reduced in place in any case"
                 .to_owned();
         return Err(CollectiveError::Refused {
             operation: call.signature.operation.name(),

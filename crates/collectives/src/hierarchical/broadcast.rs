@@ -101,7 +101,7 @@ impl Broadcast<'_> {
         }
     }
 
-    /// Takes a sender's share of a piece, which is posted behind so many bytes of the mailbox.
+    /// Takes a sender's share of a piece, which is posted at an offset in bytes of the mailbox.
     fn gather(&self, rounds: &Rounds, sender: usize, behind: usize, piece: &Range<usize>) {
         let share = self.share(sender, piece);
         // SAFETY: the sender has posted its share, for which the output has room.

@@ -10,7 +10,7 @@ use crate::error::{CollectiveError, Result};
 /// What the hierarchical form adds to the number of an algorithm in a signature: ranks that choose differently disagree about the call.
 pub(crate) const HIERARCHICAL: u8 = 0x40;
 
-/// From so many bytes on, a reduce, a reduce-scatter or a broadcast goes by nodes: below, the round that this takes more costs more than it
+/// The number of bytes from which on a reduce, a reduce-scatter or a broadcast goes by nodes: below, the round that this takes more costs more than it
 /// saves.
 const WORTH: usize = 1 << 20;
 
@@ -56,7 +56,7 @@ pub(crate) fn form(
     chosen(comm, by_default)
 }
 
-/// The nodes, if a broadcast of so many bytes goes by them. It sends no fewer bytes so, but from all ranks of the root's node.
+/// The nodes, if a broadcast of this number of bytes goes by them. It sends no fewer bytes so, but from all ranks of the root's node.
 #[inline]
 pub(crate) fn broadcast_form(comm: &Communicator, root: usize, bytes: usize) -> Result<Option<&Nodes>> {
     chosen(comm, |nodes| nodes.ranks(nodes.of(root)).len() > 1 && suggested(bytes) == Form::Hierarchical)

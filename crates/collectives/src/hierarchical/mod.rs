@@ -39,7 +39,7 @@ pub(crate) enum Kind {
     AllReduce,
     /// Everything for this rank.
     Reduce(usize),
-    /// For each rank its block; the blocks have at most so many elements.
+    /// Each rank's block, and the most elements of a block.
     ReduceScatter,
 }
 

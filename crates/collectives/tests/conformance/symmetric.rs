@@ -2,7 +2,7 @@
 //! beside them.
 
 use antiphon_collectives::{Collectives, ReduceOp, all_reduce::Algorithm};
-use antiphon_fabric::SharedBuffer;
+use antiphon_fabric::SymmetricBuffer;
 use antiphon_tensor::{DType, TensorView, TensorViewMut};
 use antiphon_testing::Alignment;
 
@@ -56,7 +56,7 @@ impl Call {
     fn run<B: CollectiveBackend>(
         &self,
         comm: &B,
-        buffer: &SharedBuffer,
+        buffer: &SymmetricBuffer,
         (input, output): (Kept, Kept),
         algorithm: Option<Algorithm>,
     ) {
@@ -133,11 +133,11 @@ fn all_counts<B: CollectiveBackend>(
     let calls: Vec<Call> = counts(dtype).into_iter().map(|count| Call::new(dtype, world, count)).collect();
     B::run(world, |comm| {
         for call in &calls {
-            let buffer = comm.create_shared_buffer(call.room()).unwrap();
+            let buffer = comm.symmetric(call.room()).unwrap();
             for algorithm in algorithms {
                 call.run::<B>(&comm, &buffer, kept(call, comm.rank()), *algorithm);
             }
-            comm.free_shared_buffer(buffer).unwrap();
+            comm.free(buffer).unwrap();
         }
     });
 }
@@ -182,7 +182,7 @@ fn memory_of_another_communicator_serves_too<B: CollectiveBackend>(dtype: DType,
     let call = Call::new(dtype, world, 20_000);
     B::run(world, |comm| {
         let group = comm.split(Some(comm.rank() as u64 / 2), 0).unwrap().expect("a pair");
-        let buffer = group.create_shared_buffer(call.room()).unwrap();
+        let buffer = group.symmetric(call.room()).unwrap();
         let own = buffer.as_mut_ptr(group.rank());
         let (mine, shape) = (&call.inputs[comm.rank()], [20_000]);
         // SAFETY: the place lies in this rank's copy, which no other rank accesses.

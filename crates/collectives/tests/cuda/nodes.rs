@@ -368,7 +368,7 @@ fn all_say(of_each: &[usize], role: &str, variables: &[(&str, &str)], expected: 
     world.end(&[]);
 }
 
-/// By NVSHMEM and by stores.
+/// Ranks that reach each other by NVSHMEM, and ranks that do so by stores, give the right results.
 fn all_are_right(of_each: &[usize], role: &str) {
     if pes().is_some() {
         all_say(of_each, role, &[], "right");

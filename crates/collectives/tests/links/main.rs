@@ -95,7 +95,7 @@ impl World {
         (0..nodes).flat_map(move |from| (0..nodes).filter(move |&to| to != from).map(move |to| (from, to)))
     }
 
-    /// Asserts that a call sends exactly so many bytes from each node to each other.
+    /// Asserts the exact number of bytes that a call sends from each node to each other.
     fn assert_sends(
         &self,
         what: &str,
@@ -116,7 +116,7 @@ fn all_reduce<T: Element>(comm: &Communicator, elements: usize) {
     comm.all_reduce_with(&input, &mut output, ReduceOp::Sum, Algorithm::TwoShot).unwrap();
 }
 
-/// Any operation of blocks of so many elements.
+/// Any operation of blocks of a number of elements.
 fn block(comm: &Communicator, call: &Call<'_>, elements: usize) {
     let (rank, world_size) = (comm.rank(), comm.world_size());
     let input = vec![1f32; call.input_layout(elements, rank, world_size).elements()];

@@ -1,10 +1,13 @@
 //! The driver: found and initialised once.
 
-use std::{ffi::CStr, sync::OnceLock};
+use std::sync::OnceLock;
 
 use cudarc::driver::sys;
 
-use super::{CudaError, CudaVersion, Device, libraries};
+use super::{
+    CudaError, CudaVersion, Device,
+    libraries::{self, text_of},
+};
 use crate::library::{Library, LibraryError};
 
 /// The oldest driver that has every function which is called without asking.
@@ -128,11 +131,8 @@ fn failed(function: &'static str, code: sys::CUresult) -> CudaError {
         let _ = sys::cuGetErrorName(code, &mut name);
         let _ = sys::cuGetErrorString(code, &mut text);
     }
-    let text_of = |pointer: *const std::ffi::c_char| match pointer.is_null() {
-        true => None,
-        // SAFETY: the driver's texts are constants of its library, which is never closed.
-        false => unsafe { CStr::from_ptr(pointer) }.to_str().ok(),
-    };
+    // SAFETY: the driver's texts are constants of its library, which is never closed.
+    let text_of = |pointer| unsafe { text_of(pointer) }.and_then(|text| text.to_str().ok());
     CudaError::Call {
         function,
         code: code as u32,

@@ -1,6 +1,17 @@
 //! The libraries of CUDA, all of which may be missing.
 
+use std::ffi::{CStr, c_char};
+
 use crate::library::Wanted;
+
+/// A text of a library, or nothing for a null pointer.
+///
+/// # Safety
+/// The pointer is null, or to a text that ends with NUL and is never freed.
+pub(super) unsafe fn text_of(pointer: *const c_char) -> Option<&'static CStr> {
+    // SAFETY: passed on.
+    (!pointer.is_null()).then(|| unsafe { CStr::from_ptr(pointer) })
+}
 
 /// Where CUDA toolkits are, and the folders of their libraries.
 const TOOLKITS: &[&str] = &["$CUDA_HOME", "$CUDA_PATH", "/usr/local/cuda"];

@@ -6,7 +6,7 @@
 mod communicator;
 
 use std::{
-    ffi::{CStr, c_char, c_int, c_void},
+    ffi::{c_char, c_int, c_void},
     fmt,
     path::Path,
     ptr,
@@ -15,7 +15,10 @@ use std::{
 
 use cudarc::driver::sys::CUstream;
 
-use super::{CudaError, LibraryVersion, libraries};
+use super::{
+    CudaError, LibraryVersion,
+    libraries::{self, text_of},
+};
 use crate::library::Library;
 
 pub use communicator::NcclCommunicator;
@@ -188,13 +191,6 @@ impl Functions {
             detail: detail.to_string_lossy().trim().to_owned(),
         }
     }
-}
-
-/// # Safety
-/// The pointer is null, or to a text that ends with NUL and is never freed.
-unsafe fn text_of(pointer: *const c_char) -> Option<&'static CStr> {
-    // SAFETY: passed on.
-    (!pointer.is_null()).then(|| unsafe { CStr::from_ptr(pointer) })
 }
 
 #[cfg(test)]

@@ -6,7 +6,10 @@ use std::{
     sync::OnceLock,
 };
 
-use super::{CudaError, libraries};
+use super::{
+    CudaError,
+    libraries::{self, text_of},
+};
 use crate::library::Library;
 
 type Handle = *mut c_void;
@@ -126,10 +129,7 @@ impl Functions {
             return Ok(());
         }
         // SAFETY: returns a constant of the library, which is never closed, for every number.
-        let text = unsafe {
-            let text = (self.error_text)(result);
-            if text.is_null() { c"NVML does not say what it means" } else { CStr::from_ptr(text) }
-        };
+        let text = unsafe { text_of((self.error_text)(result)) }.unwrap_or(c"it does not say what it means");
         let text = text.to_str().unwrap_or("an error");
         Err(CudaError::Call { function, code: result as u32, name: "see nvml.h", text })
     }

@@ -4,13 +4,16 @@
 //! again and may find another one.
 
 use std::{
-    ffi::{CStr, CString, c_char, c_int, c_void},
+    ffi::{CString, c_char, c_int, c_void},
     path::Path,
     ptr,
     sync::OnceLock,
 };
 
-use super::{CudaError, CudaVersion, Program, libraries};
+use super::{
+    CudaError, CudaVersion, Program,
+    libraries::{self, text_of},
+};
 use crate::library::Library;
 
 type Handle = *mut c_void;
@@ -155,10 +158,7 @@ impl Functions {
             return Ok(());
         }
         // SAFETY: returns a constant of the library, which is never closed, for every number.
-        let text = unsafe {
-            let text = (self.error_text)(result);
-            if text.is_null() { c"NVRTC does not say what it means" } else { CStr::from_ptr(text) }
-        };
+        let text = unsafe { text_of((self.error_text)(result)) }.unwrap_or(c"it does not say what it means");
         let name = text.to_str().unwrap_or("an error");
         Err(CudaError::Call { function, code: result as u32, name, text: "see nvrtc.h" })
     }

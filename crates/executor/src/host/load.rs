@@ -181,9 +181,9 @@ impl LoadedPlan {
     /// the communicator ends.)
     ///
     /// # Errors
-    /// As [`Communicator::free_shared_buffer`].
+    /// As [`Communicator::free`].
     pub fn free(self, comm: &Communicator) -> Result<()> {
-        comm.free_shared_buffer(self.sync.into_buffer())?;
+        comm.free(self.sync.into_buffer())?;
         Ok(self.workspace.map_or(Ok(()), |workspace| workspace.free(comm))?)
     }
 }

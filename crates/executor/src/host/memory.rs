@@ -3,10 +3,10 @@
 use std::cell::RefCell;
 
 use antiphon_device::{host::wait::Doorbell, sync::AtomicU64};
-use antiphon_fabric::{Communicator, FabricError, SharedBuffer};
+use antiphon_fabric::{Communicator, FabricError, SymmetricBuffer};
 
 /// Every rank's bell, and the counts of signals that its peers write.
-pub(super) struct SyncArea(SharedBuffer);
+pub(super) struct SyncArea(SymmetricBuffer);
 
 /// Counts have a cache line each, after the bell's two.
 const COUNTS: usize = 128;
@@ -16,14 +16,14 @@ impl SyncArea {
     /// Allocates room for `channels` channels on every rank. All ranks call it together.
     pub(super) fn new(comm: &Communicator, channels: usize) -> Result<Self, FabricError> {
         let bytes = channels.checked_mul(LINE).and_then(|bytes| bytes.checked_add(COUNTS));
-        comm.create_shared_buffer(bytes.unwrap_or(usize::MAX)).map(Self)
+        comm.symmetric(bytes.unwrap_or(usize::MAX)).map(Self)
     }
 
-    pub(super) fn buffer(&self) -> &SharedBuffer {
+    pub(super) fn buffer(&self) -> &SymmetricBuffer {
         &self.0
     }
 
-    pub(super) fn into_buffer(self) -> SharedBuffer {
+    pub(super) fn into_buffer(self) -> SymmetricBuffer {
         self.0
     }
 
@@ -47,8 +47,8 @@ impl SyncArea {
 /// Scratch and staging, which grow when a message needs more, and the flag of packets.
 #[derive(Default)]
 pub(super) struct Workspace {
-    staging: Option<SharedBuffer>,
-    scratch: Option<SharedBuffer>,
+    staging: Option<SymmetricBuffer>,
+    scratch: Option<SymmetricBuffer>,
     /// The flag of the last launch: every launch has another one, and none is zero.
     flag: u32,
 }
@@ -71,7 +71,7 @@ impl Workspace {
 
     /// Whether there is room already.
     pub(super) fn has_room(&self, staging: usize, scratch: usize) -> bool {
-        let len = |buffer: &Option<SharedBuffer>| buffer.as_ref().map_or(0, SharedBuffer::len);
+        let len = |buffer: &Option<SymmetricBuffer>| buffer.as_ref().map_or(0, SymmetricBuffer::len);
         len(&self.staging) >= staging && len(&self.scratch) >= scratch
     }
 
@@ -90,20 +90,17 @@ impl Workspace {
 
     /// Gives everything back. All ranks call it together.
     pub(super) fn free(self, comm: &Communicator) -> Result<(), FabricError> {
-        [self.staging, self.scratch]
-            .into_iter()
-            .flatten()
-            .try_for_each(|buffer| comm.free_shared_buffer(buffer))
+        [self.staging, self.scratch].into_iter().flatten().try_for_each(|buffer| comm.free(buffer))
     }
 }
 
-fn reserve(comm: &Communicator, buffer: &mut Option<SharedBuffer>, len: usize) -> Result<(), FabricError> {
-    if buffer.as_ref().map_or(0, SharedBuffer::len) >= len {
+fn reserve(comm: &Communicator, buffer: &mut Option<SymmetricBuffer>, len: usize) -> Result<(), FabricError> {
+    if buffer.as_ref().map_or(0, SymmetricBuffer::len) >= len {
         return Ok(());
     }
     if let Some(old) = buffer.take() {
-        comm.free_shared_buffer(old)?;
+        comm.free(old)?;
     }
-    *buffer = Some(comm.create_shared_buffer(len)?);
+    *buffer = Some(comm.symmetric(len)?);
     Ok(())
 }

@@ -115,7 +115,7 @@ fn apart<T: Element>(
     mut output: Vec<T>,
 ) -> Vec<T> {
     let size = size_of::<T>();
-    let buffers = [input.len(), output.len()].map(|count| comm.create_shared_buffer(count * size).unwrap());
+    let buffers = [input.len(), output.len()].map(|count| comm.symmetric(count * size).unwrap());
     if tensors.symmetric(comm.rank()) {
         let (rank, [from, to]) = (comm.rank(), &buffers);
         // SAFETY: the others touch this rank's copies only within the call.
@@ -128,7 +128,7 @@ fn apart<T: Element>(
     } else {
         plan.execute(comm, input, &mut output).unwrap();
     }
-    buffers.into_iter().for_each(|buffer| comm.free_shared_buffer(buffer).unwrap());
+    buffers.into_iter().for_each(|buffer| comm.free(buffer).unwrap());
     output
 }
 
@@ -141,7 +141,7 @@ fn in_place<T: Element>(
 ) -> Vec<T> {
     let (rank, larger) = (comm.rank(), counts[0].max(counts[1]));
     let shift = |count: usize| if count < larger { rank * count } else { 0 };
-    let buffer = comm.create_shared_buffer(larger * size_of::<T>()).unwrap();
+    let buffer = comm.symmetric(larger * size_of::<T>()).unwrap();
     let mut own = vec![T::from_f64(UNWRITTEN); larger];
     // SAFETY: the others touch this rank's copy only within the call.
     let both = if tensors.symmetric(rank) { unsafe { buffer.slice_mut::<T>(rank) } } else { &mut own[..] };
@@ -149,7 +149,7 @@ fn in_place<T: Element>(
     both[shift(counts[0])..][..counts[0]].copy_from_slice(input);
     plan.execute_in_place(comm, &mut *both).unwrap();
     let output = both[shift(counts[1])..][..counts[1]].to_vec();
-    comm.free_shared_buffer(buffer).unwrap();
+    comm.free(buffer).unwrap();
     output
 }
 

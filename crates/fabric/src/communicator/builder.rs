@@ -239,11 +239,12 @@ impl Builder {
         };
         let interrupted = || self.interrupt.as_ref().is_some_and(|interrupted| interrupted());
         let watch = || if interrupted() { Err(RendezvousError::Interrupted) } else { Ok(()) };
+        let wait = rendezvous::Wait { timeout, watch: &watch };
         let (bytes, own) = (layout.total(), card.clone());
         let meeting = match &mut exchange {
-            Some(exchange) => rendezvous::meet_by_exchange(*exchange, ticket, card, bytes, timeout, &watch),
-            None if is_spread => rendezvous::meet_on_nodes(ticket, card, bytes, timeout, &watch),
-            None => rendezvous::meet(ticket, card, bytes, timeout, &watch),
+            Some(exchange) => rendezvous::meet_by_exchange(*exchange, ticket, card, bytes, wait),
+            None if is_spread => rendezvous::meet_on_nodes(ticket, card, bytes, wait),
+            None => rendezvous::meet(ticket, card, bytes, wait),
         }?;
         let links = match (engine, meeting.key) {
             (Some(Ok(engine)), Some(key)) => Some((engine, key)),
@@ -269,7 +270,7 @@ impl Builder {
             // Before a rank sends, all have registered the group.
             let met = match exchange {
                 Some(exchange) => rendezvous::exchange_nothing(exchange),
-                None => rendezvous::meet_again(ticket, own, timeout, &watch),
+                None => rendezvous::meet_again(ticket, own, wait),
             };
             met.inspect_err(|_| regions.control(rank).depart())?;
         }

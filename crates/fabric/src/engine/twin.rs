@@ -471,7 +471,7 @@ impl Network {
         *self.0.order.lock().unwrap_or_else(PoisonError::into_inner) = Some(seed);
     }
 
-    /// Loses what one peer sends to another from now on, but for so many messages and signs of life.
+    /// Loses what one peer sends to another from now on, but for a number of messages and signs of life.
     pub fn lose_after(&self, from: usize, to: usize, messages: u64) {
         self.0.link(from, to).carries.store(messages + 1, Ordering::Relaxed);
     }

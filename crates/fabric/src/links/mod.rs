@@ -81,7 +81,7 @@ impl Kind {
 /// The facts that a rank announces to all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Word {
-    /// It has dropped its communicator, and had sent so many notices to each rank.
+    /// It has dropped its communicator, and had sent `notices` notices to each rank.
     Departed { notices: u64 },
     /// Why it gave up; see `health`.
     Fault(u64),

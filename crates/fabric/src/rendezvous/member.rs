@@ -10,7 +10,7 @@ use antiphon_device::host::{memory::SharedMemory, process::ProcessWatch};
 use rustix::io::Errno;
 
 use super::{
-    Address, Met, PATIENCE, RETRY, RendezvousError, TICK, Ticket, TurnedAway, Watch,
+    Address, Met, PATIENCE, RETRY, RendezvousError, TICK, Ticket, TurnedAway, Wait,
     connection::{Connection, Ended},
     frame::{Card, Frame, Nonce},
     secret::random_hex,
@@ -24,16 +24,14 @@ pub(super) fn join(
     ticket: &Ticket,
     card: Card,
     bytes: Option<usize>,
-    timeout: Duration,
-    watch: Watch<'_>,
+    wait: Wait<'_>,
 ) -> Result<Met, RendezvousError> {
     let mut member = Member {
-        watch,
+        wait,
         ticket,
         card: card.clone(),
         shares: bytes.is_some(),
         start: Instant::now(),
-        timeout,
         refused: None,
         last_refusal: None,
     };
@@ -43,10 +41,10 @@ pub(super) fn join(
         {
             return welcome.accept(bytes);
         }
-        if member.start.elapsed() >= timeout {
+        if member.start.elapsed() >= wait.timeout {
             return Err(member.missing(vec![0]));
         }
-        watch()?;
+        (wait.watch)()?;
         std::thread::sleep(RETRY);
     }
 }
@@ -76,13 +74,12 @@ impl Welcome {
 }
 
 struct Member<'a> {
-    watch: Watch<'a>,
+    wait: Wait<'a>,
     ticket: &'a Ticket,
     card: Card,
     /// Whether rank 0 shares memory.
     shares: bool,
     start: Instant,
-    timeout: Duration,
     /// Since when it has been turned away for something that may pass.
     refused: Option<Instant>,
     last_refusal: Option<String>,
@@ -187,11 +184,11 @@ impl Member<'_> {
 
     /// Waits for more bytes.
     fn wait(&mut self, connection: &mut Connection, noted: bool) -> Result<(), RendezvousError> {
-        let patience = if noted { self.timeout.saturating_add(GRACE) } else { self.timeout };
+        let patience = if noted { self.wait.timeout.saturating_add(GRACE) } else { self.wait.timeout };
         if self.start.elapsed() >= patience {
             return Err(self.missing(if noted { vec![] } else { vec![0] }));
         }
-        (self.watch)()?;
+        (self.wait.watch)()?;
         connection.await_more(&TICK);
         Ok(())
     }
@@ -230,7 +227,8 @@ mod tests {
                 let proof = ticket.secret.prove_root(&challenge, &nonce);
                 guest.send(&Frame::Noted { proof }).unwrap();
             });
-            let joined = join(&ticket, card, Some(4096), Duration::from_secs(20), &|| Ok(()));
+            let wait = Wait { timeout: Duration::from_secs(20), watch: &|| Ok(()) };
+            let joined = join(&ticket, card, Some(4096), wait);
             assert!(matches!(joined, Err(RendezvousError::RootLost { .. })), "{:?}", joined.map(|_| ()));
             dying.join().unwrap();
         });

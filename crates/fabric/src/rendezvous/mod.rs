@@ -232,30 +232,29 @@ struct Met {
     random: frame::Nonce,
 }
 
-/// Asked now and then while ranks meet: an error ends the meeting.
-pub(crate) type Watch<'a> = &'a dyn Fn() -> Result<(), RendezvousError>;
+/// How long a rank waits for the others.
+#[derive(Clone, Copy)]
+pub(crate) struct Wait<'a> {
+    pub(crate) timeout: Duration,
+    /// Asked now and then while ranks meet: an error ends the meeting.
+    pub(crate) watch: &'a dyn Fn() -> Result<(), RendezvousError>,
+}
 
 /// Meets the other ranks and shares `bytes` of memory with them, all of which are on one node.
 pub(crate) fn meet(
     ticket: &Ticket,
     card: Card,
     bytes: usize,
-    timeout: Duration,
-    watch: Watch<'_>,
+    wait: Wait<'_>,
 ) -> Result<Meeting, RendezvousError> {
-    let Met { cards, processes, memory, .. } = meet_at(ticket, card, Some(bytes), timeout, watch)?;
+    let Met { cards, processes, memory, .. } = meet_at(ticket, card, Some(bytes), wait)?;
     let memory = memory.expect("it was asked for");
     Ok(Meeting { nodes: Nodes::one(cards.len()), cards, processes, memory, key: None })
 }
 
 /// Waits until all ranks have come to the ticket's address once more.
-pub(crate) fn meet_again(
-    ticket: &Ticket,
-    card: Card,
-    timeout: Duration,
-    watch: Watch<'_>,
-) -> Result<(), RendezvousError> {
-    meet_at(ticket, card, None, timeout, watch).map(drop)
+pub(crate) fn meet_again(ticket: &Ticket, card: Card, wait: Wait<'_>) -> Result<(), RendezvousError> {
+    meet_at(ticket, card, None, wait).map(drop)
 }
 
 /// Meets the other ranks at one address, and shares `bytes` of memory with them, if there are any to share.
@@ -263,8 +262,7 @@ fn meet_at(
     ticket: &Ticket,
     card: Card,
     bytes: Option<usize>,
-    timeout: Duration,
-    watch: Watch<'_>,
+    wait: Wait<'_>,
 ) -> Result<Met, RendezvousError> {
     if card.rank >= card.world_size {
         return Err(RendezvousError::InvalidRank { rank: card.rank, world_size: card.world_size });
@@ -275,9 +273,9 @@ fn meet_at(
     }
     ticket.address.check()?;
     if card.rank == 0 {
-        root::await_all(ticket, card, bytes, timeout, watch)
+        root::await_all(ticket, card, bytes, wait)
     } else {
-        member::join(ticket, card, bytes, timeout, watch)
+        member::join(ticket, card, bytes, wait)
     }
 }
 

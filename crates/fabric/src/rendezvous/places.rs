@@ -3,10 +3,7 @@
 //! All ranks meet first, and tell each other where they are. The ranks of each node then meet at a socket of their own, whose name and
 //! secret only they know, and share memory there.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Instant};
 
 use antiphon_device::host::{
     memory::SharedMemory,
@@ -14,7 +11,7 @@ use antiphon_device::host::{
 };
 
 use super::{
-    Address, Card, Exchange, Met, Place, RendezvousError, Secret, Ticket, Watch, exchange::exchange_cards,
+    Address, Card, Exchange, Met, Place, RendezvousError, Secret, Ticket, Wait, exchange::exchange_cards,
     frame::Nonce, meet_at, secret::hex,
 };
 use crate::{engine::Key, nodes::Nodes};
@@ -38,19 +35,12 @@ pub(crate) fn meet_on_nodes(
     ticket: &Ticket,
     card: Card,
     bytes: usize,
-    timeout: Duration,
-    watch: Watch<'_>,
+    wait: Wait<'_>,
 ) -> Result<Meeting, RendezvousError> {
     let start = Instant::now();
-    let Met { cards, random, .. } = meet_at(ticket, card.clone(), None, timeout, watch)?;
-    share_on_nodes(
-        (&ticket.secret, &random),
-        cards,
-        card,
-        bytes,
-        timeout.saturating_sub(start.elapsed()),
-        watch,
-    )
+    let Met { cards, random, .. } = meet_at(ticket, card.clone(), None, wait)?;
+    let rest = Wait { timeout: wait.timeout.saturating_sub(start.elapsed()), ..wait };
+    share_on_nodes((&ticket.secret, &random), cards, card, bytes, rest)
 }
 
 /// As [`meet_on_nodes`], where a caller's exchange carries the cards.
@@ -59,12 +49,11 @@ pub(crate) fn meet_by_exchange(
     ticket: &Ticket,
     card: Card,
     bytes: usize,
-    timeout: Duration,
-    watch: Watch<'_>,
+    wait: Wait<'_>,
 ) -> Result<Meeting, RendezvousError> {
     let cards = exchange_cards(exchange, &card)?;
     // The secret itself was drawn for this meeting.
-    share_on_nodes((&ticket.secret, &Nonce::new()), cards, card, bytes, timeout, watch)
+    share_on_nodes((&ticket.secret, &Nonce::new()), cards, card, bytes, wait)
 }
 
 /// Meets the ranks of the same node, to share memory with them, given the secret and what rank 0 has drawn.
@@ -73,8 +62,7 @@ fn share_on_nodes(
     cards: Vec<Card>,
     card: Card,
     bytes: usize,
-    timeout: Duration,
-    watch: Watch<'_>,
+    wait: Wait<'_>,
 ) -> Result<Meeting, RendezvousError> {
     let nodes = nodes(&cards)?;
     let key = secret.derive("engine", random, &cards, 0)[..Key::LEN].try_into().map(Key::from_bytes);
@@ -89,7 +77,7 @@ fn share_on_nodes(
     };
     let rank = card.rank;
     let of_node = Card { rank: nodes.rank_in_node(rank), world_size: mates.len(), ..card };
-    let met = meet_at(&local, of_node, Some(bytes), timeout, watch);
+    let met = meet_at(&local, of_node, Some(bytes), wait);
     let met = met.map_err(|error| of_world(error, rank, &nodes))?;
     let mut processes = vec![None; cards.len()];
     for (&rank, process) in mates.iter().zip(met.processes) {
@@ -164,6 +152,8 @@ fn of_world(error: RendezvousError, rank: usize, nodes: &Nodes) -> RendezvousErr
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn card(rank: usize, node: &str, machine: &str, engine: Result<Vec<u8>, String>) -> Card {
@@ -196,7 +186,8 @@ mod tests {
         let ticket = Ticket { secret: Secret::new("always the same"), ..Ticket::random() };
         let key_of = |rank: usize| {
             let card = Card { world_size: 2, ..card(rank, ["a", "b"][rank], "x", Ok(vec![])) };
-            let met = meet_on_nodes(&ticket, card, 4096, Duration::from_secs(20), &|| Ok(())).unwrap();
+            let wait = Wait { timeout: Duration::from_secs(20), watch: &|| Ok(()) };
+            let met = meet_on_nodes(&ticket, card, 4096, wait).unwrap();
             met.key.unwrap().to_bytes()
         };
         let keys_of_a_world = || {

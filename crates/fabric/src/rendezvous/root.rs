@@ -10,7 +10,7 @@ use antiphon_device::host::{memory::SharedMemory, process::ProcessWatch};
 use rustix::event::{PollFd, PollFlags};
 
 use super::{
-    Met, PATIENCE, RETRY, RendezvousError, TICK, Ticket, Watch,
+    Met, PATIENCE, RETRY, RendezvousError, TICK, Ticket, Wait,
     address::Listener,
     connection::{Connection, Ended},
     frame::{Card, Frame, Nonce},
@@ -37,19 +37,17 @@ pub(super) fn await_all(
     ticket: &Ticket,
     card: Card,
     bytes: Option<usize>,
-    timeout: Duration,
-    watch: Watch<'_>,
+    wait: Wait<'_>,
 ) -> Result<Met, RendezvousError> {
     let start = Instant::now();
     let world_size = card.world_size;
     let ranks = (0..world_size).map(|_| None).collect();
     let strangers = Strangers::default();
-    let mut server = Server { ticket, ranks, world_size, clients: Vec::new(), strangers, start, timeout };
+    let mut server = Server { ticket, ranks, world_size, clients: Vec::new(), strangers, start, wait };
     let process = ProcessWatch::of_this_process().ok();
     server.ranks[0] = Some(JoinedRank { card, process: process.map(Arc::new) });
     let listener = server.open()?;
-    let gathered =
-        server.gather(&listener, watch).and_then(|()| Ok(bytes.map(SharedMemory::create).transpose()?));
+    let gathered = server.gather(&listener).and_then(|()| Ok(bytes.map(SharedMemory::create).transpose()?));
     match gathered {
         Ok(memory) => {
             // The address is free again before any rank is welcomed: a rank that goes on to its next meeting under the
@@ -84,7 +82,7 @@ struct Server<'a> {
     clients: Vec<Client>,
     strangers: Strangers,
     start: Instant,
-    timeout: Duration,
+    wait: Wait<'a>,
 }
 
 impl Server<'_> {
@@ -103,7 +101,7 @@ impl Server<'_> {
                     return Err(self.ticket.address.taken(holder.into()));
                 }
             }
-            if self.start.elapsed() >= self.timeout {
+            if self.start.elapsed() >= self.wait.timeout {
                 return Err(self.missing(self.missing_ranks(), Some("another process listens there".into())));
             }
             std::thread::sleep(RETRY);
@@ -138,12 +136,12 @@ impl Server<'_> {
     }
 
     /// Waits until every rank has joined.
-    fn gather(&mut self, listener: &Listener, watch: Watch<'_>) -> Result<(), RendezvousError> {
+    fn gather(&mut self, listener: &Listener) -> Result<(), RendezvousError> {
         while self.ranks.iter().any(Option::is_none) {
-            if self.start.elapsed() >= self.timeout {
+            if self.start.elapsed() >= self.wait.timeout {
                 return Err(self.missing(self.missing_ranks(), None));
             }
-            watch()?;
+            (self.wait.watch)()?;
             self.wait(Some(listener));
             self.accept(listener)?;
             self.serve_clients();
@@ -361,7 +359,7 @@ impl Server<'_> {
             // The first barrier reports a rank that has died since.
             client.connection.send_with(&welcome, &descriptors).is_ok()
         });
-        self.flush_until(self.start + self.timeout);
+        self.flush_until(self.start + self.wait.timeout);
         let unsent = self.clients.iter().filter(|g| g.connection.has_unsent());
         let unsent: Vec<usize> = unsent.filter_map(|g| g.joined.as_ref().map(|(rank, _)| *rank)).collect();
         if !unsent.is_empty() {

@@ -25,22 +25,22 @@ pub use registry::{RegisteredTensor, Registry};
 
 use crate::{Communicator, FabricError, Operation, Signature, Written, endpoint::Endpoint};
 
-/// A buffer of which every rank has a copy, zeroed when it is made; see [`Communicator::create_shared_buffer`].
+/// A buffer of which every rank has a copy, zeroed when it is made; see [`Communicator::symmetric`].
 ///
 /// It keeps the memory mapped as long as it lives, even beyond its communicator.
-pub struct SharedBuffer {
+pub struct SymmetricBuffer {
     endpoint: Arc<Endpoint>,
     offset: usize,
     len: usize,
 }
 
-impl std::fmt::Debug for SharedBuffer {
+impl std::fmt::Debug for SymmetricBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "SharedBuffer {{ offset: {}, len: {} }}", self.offset, self.len)
+        write!(f, "SymmetricBuffer {{ offset: {}, len: {} }}", self.offset, self.len)
     }
 }
 
-impl SharedBuffer {
+impl SymmetricBuffer {
     /// Where the copy of `rank` begins: readable and writable for [`len`](Self::len) bytes as long as the buffer is
     /// not freed, aligned to 4096 bytes.
     ///
@@ -111,7 +111,7 @@ impl std::fmt::Debug for Mapped {
     }
 }
 
-impl SharedBuffer {
+impl SymmetricBuffer {
     /// A handle that keeps the memory of all copies mapped.
     pub fn keep_mapped(&self) -> Mapped {
         Mapped(self.endpoint.clone())
@@ -126,29 +126,29 @@ impl Communicator {
     /// use antiphon_fabric::{FabricError, LocalWorld};
     ///
     /// LocalWorld::run(2, |comm| {
-    ///     let buffer = comm.create_shared_buffer(1024)?;
+    ///     let buffer = comm.symmetric(1024)?;
     ///     let peer = 1 - comm.rank();
     ///     // SAFETY: each rank writes to one place, and reads after the barrier.
     ///     unsafe { buffer.as_mut_ptr(peer).write(comm.rank() as u8 + 1) };
     ///     comm.barrier()?;
     ///     assert_eq!(unsafe { buffer.as_mut_ptr(comm.rank()).read() }, peer as u8 + 1);
-    ///     comm.free_shared_buffer(buffer)
+    ///     comm.free(buffer)
     /// });
     /// ```
     ///
     /// # Errors
     /// [`FabricError::ArenaFull`] with the numbers (on every rank, and the communicator stays usable); as
     /// [`barrier`](Self::barrier).
-    pub fn create_shared_buffer(&self, len: usize) -> Result<SharedBuffer, FabricError> {
-        self.check_foreground("create_shared_buffer")?;
-        self.endpoint().check_one_node("create_shared_buffer")?;
+    pub fn symmetric(&self, len: usize) -> Result<SymmetricBuffer, FabricError> {
+        self.check_foreground("symmetric")?;
+        self.endpoint().check_one_node("symmetric")?;
         let mut rounds = self.own_rounds()?;
         let signature = Signature { count: len as u64, ..Signature::new(Operation::Allocate) };
         // Allocation is the same calculation on every rank, so nothing but the size need be agreed upon. Memory that
         // was freed has been given back to the machine, and so is zero again.
         rounds.exchange(&signature, Written::nothing(0))?;
         let offset = self.allocator().borrow_mut().allocate(len)?;
-        Ok(SharedBuffer { endpoint: self.endpoint().clone(), offset, len })
+        Ok(SymmetricBuffer { endpoint: self.endpoint().clone(), offset, len })
     }
 
     /// Frees a buffer on all ranks, which must free the same one. No rank may use any copy any more; the pages go back
@@ -156,8 +156,8 @@ impl Communicator {
     ///
     /// # Errors
     /// As [`barrier`](Self::barrier); [`FabricError::InvalidArgument`] for a buffer of another communicator.
-    pub fn free_shared_buffer(&self, buffer: SharedBuffer) -> Result<(), FabricError> {
-        self.check_foreground("free_shared_buffer")?;
+    pub fn free(&self, buffer: SymmetricBuffer) -> Result<(), FabricError> {
+        self.check_foreground("free")?;
         if !buffer.belongs_to(self) {
             return Err(FabricError::invalid("the buffer belongs to another communicator"));
         }

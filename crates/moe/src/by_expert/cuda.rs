@@ -27,9 +27,10 @@ use crate::{
         cuda::SUMMED,
         family::{NotifyCall, Notifying, RegionCall, UNBOUNDED},
     },
-    cuda::{Arrived, Blocks, CudaMoe, Memory, Plan, RouteMemory, RouteWords},
+    cuda::{Arrived, Blocks, CudaMoe, Memory, Plan, RouteMemory},
     error::{MoeError, Result, refused},
     tensors::{Name, VECTOR},
+    words::{RouteWords, words},
 };
 
 /// The most tokens of a rank: those that `POSITION_BITS` of the kernels count.
@@ -38,110 +39,52 @@ const MAX_TOKENS: usize = (1 << 22) - 1;
 /// A unit of list.cuh.
 const UNIT: usize = 32;
 
-/// The words of routes on the GPU, 32-bit integers, by where they lie in the memory of the routes: first those that the form by
-/// token has too, then those of the form by expert.
-///
-/// `R` ranks, `L` experts of each, `T` tokens of this rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ByExpertWords {
-    by_token: RouteWords,
-    world_size: usize,
-    num_experts: usize,
-    tokens: usize,
+words! {
+    /// The words of routes on the GPU, 32-bit integers, by where they lie in the memory of the routes: first those that the form by
+    /// token has too, then those of the form by expert.
+    ///
+    /// `R` ranks, `L` experts of each, `T` tokens of this rank.
+    pub struct ByExpertWords(world_size, num_experts, tokens) from |w| w.by_token().total();
+    /// `[1]`: 1 if rows were dropped because a capacity has no room for them, else 0.
+    pub overflow: |_| 1,
+    /// `[1]`: how many tokens arrive.
+    pub num_received: |_| 1,
+    /// `[1]`: how many rows by expert there would be without a capacity, with the padding.
+    pub rows_needed: |_| 1,
+    /// `[L]`: how many tokens each of this rank's experts gets, those that are dropped not included.
+    pub tokens_per_expert: Self::local,
+    /// `[L]`: how many rows each of this rank's experts has, with the padding.
+    pub rows_per_expert: Self::local,
+    first: |w| w.num_experts,
+    chosen_by: |w| w.num_experts,
+    own_most: |_| 1,
+    most: |_| 1,
+    per_expert: |w| w.num_experts,
+    bits: |w| w.units() * w.num_experts,
+    of_chunk: |w| w.units() * w.num_experts,
+    number: |w| (w.tokens * w.world_size).div_ceil(2),
+    in_rank: |w| (w.tokens * w.world_size).div_ceil(4),
+    all: |w| w.tokens * w.num_experts,
 }
 
 impl ByExpertWords {
     /// The words of routes for `world_size` ranks, `num_experts` experts of all ranks, and `tokens` tokens of this rank.
     pub fn new(world_size: usize, num_experts: usize, tokens: usize) -> Self {
-        Self { by_token: RouteWords::new(world_size, num_experts, tokens), world_size, num_experts, tokens }
+        Self { world_size, num_experts, tokens }
     }
 
     /// The words that routes by token have too.
     pub fn by_token(&self) -> RouteWords {
-        self.by_token
+        RouteWords::new(self.world_size, self.num_experts, self.tokens)
     }
 
     fn local(&self) -> usize {
         self.num_experts / self.world_size.max(1)
     }
 
-    /// `[1]`: 1 if rows were dropped because a capacity has no room for them, else 0.
-    pub fn overflow(&self) -> Range<usize> {
-        behind(0..self.by_token.total(), 1)
-    }
-
-    /// `[1]`: how many tokens arrive.
-    pub fn num_received(&self) -> Range<usize> {
-        behind(self.overflow(), 1)
-    }
-
-    /// `[1]`: how many rows by expert there would be without a capacity, with the padding.
-    pub fn rows_needed(&self) -> Range<usize> {
-        behind(self.num_received(), 1)
-    }
-
-    /// `[L]`: how many tokens each of this rank's experts gets, those that are dropped not included.
-    pub fn tokens_per_expert(&self) -> Range<usize> {
-        behind(self.rows_needed(), self.local())
-    }
-
-    /// `[L]`: how many rows each of this rank's experts has, with the padding.
-    pub fn rows_per_expert(&self) -> Range<usize> {
-        behind(self.tokens_per_expert(), self.local())
-    }
-
-    fn first(&self) -> Range<usize> {
-        behind(self.rows_per_expert(), self.num_experts)
-    }
-
-    fn chosen_by(&self) -> Range<usize> {
-        behind(self.first(), self.num_experts)
-    }
-
-    fn own_most(&self) -> Range<usize> {
-        behind(self.chosen_by(), 1)
-    }
-
-    fn most(&self) -> Range<usize> {
-        behind(self.own_most(), 1)
-    }
-
-    fn per_expert(&self) -> Range<usize> {
-        behind(self.most(), self.num_experts)
-    }
-
     fn units(&self) -> usize {
         self.tokens.div_ceil(UNIT).max(1)
     }
-
-    fn bits(&self) -> Range<usize> {
-        behind(self.per_expert(), self.units() * self.num_experts)
-    }
-
-    fn of_chunk(&self) -> Range<usize> {
-        behind(self.bits(), self.units() * self.num_experts)
-    }
-
-    fn number(&self) -> Range<usize> {
-        behind(self.of_chunk(), (self.tokens * self.world_size).div_ceil(2))
-    }
-
-    fn in_rank(&self) -> Range<usize> {
-        behind(self.number(), (self.tokens * self.world_size).div_ceil(4))
-    }
-
-    fn all(&self) -> Range<usize> {
-        behind(self.in_rank(), self.tokens * self.num_experts)
-    }
-
-    /// How many words there are.
-    pub fn total(&self) -> usize {
-        self.all().end
-    }
-}
-
-fn behind(other: Range<usize>, count: usize) -> Range<usize> {
-    other.end..other.end + count
 }
 
 /// The routes of a dispatch by expert between GPUs, made by [`CudaMoe::notify_by_expert`].

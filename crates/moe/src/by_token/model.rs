@@ -123,10 +123,10 @@ fn dispatch(seed: u64, world: usize, half: usize, broken: Broken) -> bool {
         rings: Vec<Vec<Ring>>,
         claimed: Vec<usize>,
         held: Vec<Vec<Vec<usize>>>,
-        /// Of each rank, block and peer: the record that is claimed next, of the block's; and of each warp those that it holds.
+        /// The record of a block's that is claimed next, for each rank, block and peer; and the records that each warp holds.
         next: Vec<[Vec<usize>; BLOCKS]>,
         taking: Vec<[Vec<Vec<Option<usize>>>; BLOCKS]>,
-        /// Of each rank, peer, block and kind of half: how many are read and not counted.
+        /// How many records are read and not counted, for each rank, peer, block and kind of half.
         read: Vec<Vec<[[usize; 2]; BLOCKS]>>,
     }
     let mut random = Random(seed * 2 + 1);
@@ -217,9 +217,9 @@ fn combine(seed: u64, world: usize, half: usize, broken: Broken) -> bool {
     struct State {
         rings: Vec<Vec<Ring>>,
         claimed: Vec<Vec<usize>>,
-        /// Of each rank, warp and peer: the record that it holds.
+        /// The record that a warp holds, for each rank, warp and peer.
         held: Vec<Vec<Vec<Option<usize>>>>,
-        /// Of each rank and warp: how many tokens it has summed, and the records that it has read and not counted.
+        /// How many tokens a warp has summed, and the records that it has read and not counted, for each rank and warp.
         summed: Vec<[usize; SUMMING]>,
         read: Vec<Vec<Vec<(usize, usize)>>>,
     }

@@ -14,7 +14,7 @@ use antiphon_tensor::{DType, TensorView, TensorViewMut};
 
 use super::{
     Blocks, CudaMoe,
-    routes::{Arrived, CudaByTokenRoutes, Memory, Plan, RouteMemory, RouteWords},
+    routes::{Arrived, CudaByTokenRoutes, Memory, Plan, RouteMemory},
 };
 use crate::{
     Combine, Dispatch, Movement, Routing,
@@ -26,6 +26,7 @@ use crate::{
     },
     routes::Traffic,
     tensors::{ID_TYPES, Name},
+    words::RouteWords,
 };
 
 /// How often a rank that waits for counts looks for an interrupt.
@@ -123,7 +124,7 @@ impl CudaMoe {
     ) -> Result<CudaByTokenRoutes> {
         let arrived = match routing.capacity {
             Some(_) => None,
-            None => Some(self.wait_for_counts(&signature_of_routing(routing), plan.words.local, stream)?),
+            None => Some(self.wait_for_counts(&signature_of_routing(routing), plan.words.local(), stream)?),
         };
         let rows = match (&arrived, routing.capacity) {
             (Some(Arrived { traffic, .. }), _) => traffic.kept_at(traffic.rank),

@@ -24,7 +24,9 @@ use antiphon_fabric::{
 use antiphon_tensor::Device;
 
 pub(crate) use routes::{Arrived, Memory, Plan};
-pub use routes::{CudaByTokenRoutes, RouteMemory, RouteWords};
+pub use routes::{CudaByTokenRoutes, RouteMemory};
+
+pub(crate) use crate::words::RouteWords;
 
 use crate::{
     MoeConfig, Movement, Multiprocessors,

@@ -5,7 +5,7 @@ use std::{ops::Range, sync::Arc};
 use antiphon_device::sync::AtomicU32;
 use antiphon_tensor::{DType, Device, TensorViewMut};
 
-use crate::{error::Result, pool::Pooled, routes::Traffic, tensors::Name};
+use crate::{error::Result, pool::Pooled, routes::Traffic, tensors::Name, words::RouteWords};
 
 /// The memory of a part of routes on the GPU.
 pub(crate) enum Memory {
@@ -21,67 +21,6 @@ impl Memory {
             Self::Pooled(memory) => memory.pointer().0,
             Self::Callers(address) => *address,
         }
-    }
-}
-
-/// The words that Notify leaves on the GPU for the kernels along routes, by where they lie in its memory.
-///
-/// All are 32-bit integers. `R` ranks, `L` experts of each, `T` tokens of this rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RouteWords {
-    world_size: usize,
-    pub(super) local: usize,
-    tokens: usize,
-}
-
-impl RouteWords {
-    /// The words of routes of `world_size` ranks, with `num_experts` experts in all and `tokens` tokens of this rank.
-    pub fn new(world_size: usize, num_experts: usize, tokens: usize) -> Self {
-        Self { world_size, local: num_experts / world_size.max(1), tokens }
-    }
-
-    /// `[R, R]`: how many rows go from rank to rank, as far as there is room.
-    pub fn counts(&self) -> Range<usize> {
-        0..self.world_size * self.world_size
-    }
-
-    /// `[R]`: where the rows of each rank begin at this rank.
-    pub fn starts(&self) -> Range<usize> {
-        self.behind(self.counts(), self.world_size)
-    }
-
-    /// `[R, R]`: how many tokens the ranks up to and with the row's route to the column's.
-    pub fn rank_prefix_matrix(&self) -> Range<usize> {
-        self.behind(self.starts(), self.world_size * self.world_size)
-    }
-
-    /// `[R]`: how many tokens this rank routes to each.
-    pub fn routed_to_each(&self) -> Range<usize> {
-        self.behind(self.rank_prefix_matrix(), self.world_size)
-    }
-
-    /// `[1]`: 1 if more rows are routed here than there is room for, else 0.
-    pub fn overflow(&self) -> Range<usize> {
-        self.behind(self.routed_to_each(), 1)
-    }
-
-    /// `[L]`: how often all ranks' tokens chose each of this rank's experts.
-    pub fn tokens_per_expert(&self) -> Range<usize> {
-        self.behind(self.overflow(), self.local)
-    }
-
-    /// `[T, R]`: the number of a token among those of this rank for a rank, or −1.
-    pub fn send_head(&self) -> Range<usize> {
-        self.behind(self.tokens_per_expert(), self.tokens * self.world_size)
-    }
-
-    /// The number of words.
-    pub fn total(&self) -> usize {
-        self.send_head().end
-    }
-
-    fn behind(&self, other: Range<usize>, count: usize) -> Range<usize> {
-        other.end..other.end + count
     }
 }
 
@@ -140,7 +79,7 @@ impl CudaByTokenRoutes {
 
     /// How many tokens this rank dispatches.
     pub fn num_tokens(&self) -> usize {
-        self.plan.words.tokens
+        self.plan.words.tokens()
     }
 
     /// How many experts there are.
@@ -154,7 +93,7 @@ impl CudaByTokenRoutes {
     }
 
     /// How often all ranks' tokens chose each of this rank's experts: `[L]`. `None` with a capacity, where only the GPU knows:
-    /// [`RouteWords::tokens_per_expert`].
+    /// [`RouteWords::tokens_per_expert`](crate::RouteWords::tokens_per_expert).
     pub fn tokens_per_expert(&self) -> Option<&[usize]> {
         self.arrived.as_ref().map(|arrived| &*arrived.tokens_per_expert)
     }

@@ -293,7 +293,7 @@ fn by_expert_rows_go_to_many_experts_of_a_rank_on_2_gpus() {
     });
 }
 
-/// Of so many tokens that the choices of a block are listed in several turns.
+/// There are enough tokens for the choices of a block to be listed in several turns.
 #[test]
 fn by_expert_choices_are_listed_in_turns_on_2_gpus() {
     on_gpus(2, MoeConfig { num_sms: 1, ..MoeConfig::for_gpus() }, |rank| {

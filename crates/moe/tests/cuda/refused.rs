@@ -73,9 +73,7 @@ fn refusals_between_halves(world: usize) {
             let mut calls = Calls::new(rank, &case)?;
             calls.halves = seed as usize % world == rank.comm.rank();
             calls.between = Some(&between);
-            let routes = calls.dispatch(rank, moe)?;
-            calls.combine(rank, moe, &routes)?;
-            calls.compare(rank, moe, 1)?;
+            calls.make(rank, moe)?;
         }
         rank.comm.barrier()?;
         Ok(())
@@ -110,9 +108,7 @@ fn a_half_is_received_once_on_2_gpus() {
         let mut calls = Calls::new(rank, &case)?;
         calls.halves = true;
         calls.between = Some(&between);
-        let routes = calls.dispatch(rank, moe)?;
-        calls.combine(rank, moe, &routes)?;
-        calls.compare(rank, moe, 1)
+        calls.make(rank, moe)
     });
 }
 
@@ -189,8 +185,6 @@ fn halves_are_dropped_in_any_order_on_2_gpus() {
         calls.between = Some(&drop_it);
         calls.combine(rank, moe, &routes)?;
         let mut calls = Calls::new(rank, &case)?;
-        let routes = calls.dispatch(rank, moe)?;
-        calls.combine(rank, moe, &routes)?;
-        calls.compare(rank, moe, 1)
+        calls.make(rank, moe)
     });
 }

@@ -57,6 +57,13 @@ impl<'a> Calls<'a> {
         })
     }
 
+    /// Dispatches, combines, and compares what has come.
+    pub fn make(&mut self, rank: &Rank, moe: &CudaSlots) -> Outcome {
+        let routes = self.dispatch(rank, moe)?;
+        self.combine(rank, moe, &routes)?;
+        self.compare(rank, moe, 1)
+    }
+
     pub fn dispatch(&mut self, rank: &Rank, moe: &CudaSlots) -> Outcome<CudaSlotRoutes> {
         let call = SlotDispatch {
             max_tokens: self.case.max_tokens,
@@ -152,10 +159,7 @@ fn times(words: &[u8], by: u8) -> Vec<u8> {
 }
 
 fn check(rank: &Rank, moe: &CudaSlots, case: &SlotCase) -> Outcome {
-    let mut calls = Calls::new(rank, case)?;
-    let routes = calls.dispatch(rank, moe)?;
-    calls.combine(rank, moe, &routes)?;
-    calls.compare(rank, moe, 1)
+    Calls::new(rank, case)?.make(rank, moe)
 }
 
 /// The sizes of a model, of which every rank has as many tokens as it may.
@@ -203,9 +207,7 @@ fn calls_in_halves(world: usize) {
             let case = SlotCase { sent, ..SlotCase::new(case, format) };
             let mut calls = Calls::new(rank, &case)?;
             calls.halves = !(index + rank.comm.rank()).is_multiple_of(3);
-            let routes = calls.dispatch(rank, moe)?;
-            calls.combine(rank, moe, &routes)?;
-            calls.compare(rank, moe, 1)?;
+            calls.make(rank, moe)?;
         }
         rank.comm.barrier()?;
         Ok(())

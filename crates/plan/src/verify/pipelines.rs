@@ -290,7 +290,7 @@ fn meet(program: &mut Program<'_>, loops: &[Loop]) {
         let (first, rest) = (numbers[0], &numbers[1..]);
         let mut counter = |from: &[usize], to: usize| {
             let count = |&number: &usize| (loops[number].agent, times);
-            // Whose they are is not told.
+            // The report does not name their owners.
             let counted = Counted::Semaphore { rank: Rank(0), semaphore: SemaphoreId(0) };
             let releasers = from.iter().map(count).collect();
             program.counters.push(Counter { counted, initial: 0, releasers, acquirers: vec![count(&to)] });

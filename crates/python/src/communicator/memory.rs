@@ -1,19 +1,16 @@
 //! Symmetric memory of the ranks, on the host and on GPUs, and the kernels and failures of the GPUs.
 
-use antiphon::{
-    collectives::cuda::CudaBuilder,
-    device::cuda::{Context, Driver},
-};
+use antiphon::collectives::cuda::CudaBuilder;
 use pyo3::{exceptions::PyValueError, prelude::*};
 
 use super::{Communicator, prepare};
 use crate::{
-    arguments::{Count, DTypeName},
-    cuda::{self, CudaBuffer},
+    arguments::{Count, DTypeName, Place},
+    cuda,
     error::Result,
     interrupt,
-    shared::SharedBuffer,
     stream::device_or_current,
+    symmetric::SymmetricBuffer,
 };
 
 #[pymethods]
@@ -54,23 +51,19 @@ impl Communicator {
         Ok(py.detach(|| self.gpus.session().check())?)
     }
 
-    #[doc = stub!("Communicator.create_cuda_buffer")]
+    #[doc = stub!("Communicator.symmetric")]
     #[pyo3(signature = (num_bytes, device = None))]
-    fn create_cuda_buffer(
-        &self,
-        py: Python<'_>,
-        num_bytes: Count,
-        device: Option<u32>,
-    ) -> Result<CudaBuffer> {
-        let (queue, device) = (self.queue()?, device_or_current(py, device)?);
-        Ok(interrupt::detached(py, || {
-            let context = Context::primary(Driver::load()?.device(device)?)?;
-            CudaBuffer::new(&queue, &context, num_bytes.0)
-        })?)
+    fn symmetric(&self, py: Python<'_>, num_bytes: Count, device: Option<Place>) -> Result<SymmetricBuffer> {
+        let queue = self.queue()?;
+        let device = match device.unwrap_or(Place::Host) {
+            Place::Host => None,
+            Place::Cuda(device) => Some(device_or_current(py, device)?),
+        };
+        Ok(interrupt::detached(py, || SymmetricBuffer::new(&queue, num_bytes.0, device))?)
     }
 
-    #[doc = stub!("Communicator.free_cuda_buffer")]
-    fn free_cuda_buffer(&self, py: Python<'_>, buffer: &CudaBuffer) -> Result<()> {
+    #[doc = stub!("Communicator.free")]
+    fn free(&self, py: Python<'_>, buffer: &SymmetricBuffer) -> Result<()> {
         let queue = self.queue()?;
         buffer.check_owner(&queue)?;
         Ok(interrupt::detached(py, || buffer.free(&queue))?)
@@ -87,20 +80,5 @@ impl Communicator {
     fn unregister_cuda(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> Result<()> {
         let (_queue, memory) = (self.queue()?, cuda::Registrable::new(memory)?);
         Ok(interrupt::detached(py, || memory.unregister(self.gpus.session()))?)
-    }
-
-    #[doc = stub!("Communicator.create_shared_buffer")]
-    fn create_shared_buffer(&self, py: Python<'_>, num_bytes: Count) -> Result<SharedBuffer> {
-        let queue = self.queue()?;
-        let buffer = interrupt::detached(py, || queue.run(|comm| comm.create_shared_buffer(num_bytes.0)))?;
-        Ok(SharedBuffer::new(buffer, &queue, self.rank, self.world_size))
-    }
-
-    #[doc = stub!("Communicator.free_shared_buffer")]
-    fn free_shared_buffer(&self, py: Python<'_>, buffer: &SharedBuffer) -> Result<()> {
-        let queue = self.queue()?;
-        buffer.check_owner(&queue)?;
-        // Taken when its turn has come: a call that ends before leaves it where it is.
-        Ok(interrupt::detached(py, || queue.run(|comm| comm.free_shared_buffer(buffer.take()?)))?)
     }
 }

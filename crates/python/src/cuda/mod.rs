@@ -3,7 +3,6 @@
 //! A thread takes a lock of the session detached from the interpreter: a thread that has one may need the interpreter, to check for
 //! signals.
 
-mod buffer;
 mod failure;
 mod last_streams;
 mod register;
@@ -18,7 +17,6 @@ use antiphon::{
 };
 use pyo3::prelude::*;
 
-pub(crate) use buffer::CudaBuffer;
 pub(crate) use failure::action;
 pub(crate) use last_streams::LastStreams;
 pub(crate) use register::Registrable;

@@ -9,7 +9,7 @@ use antiphon::moe::{
 };
 use pyo3::{exceptions::PyValueError, prelude::*, types::PyBytes};
 
-use super::{Moe, routes::Routes, words};
+use super::{Moe, NamedWords, named_words, routes::Routes, words};
 use crate::{
     arguments::Given,
     array::{Array, check_apart},
@@ -34,23 +34,10 @@ impl MoeByExpert {
     #[doc = stub!("MoeByExpert.route_words")]
     #[staticmethod]
     #[pyo3(signature = (world_size, num_experts, num_tokens))]
-    fn route_words(
-        world_size: usize,
-        num_experts: usize,
-        num_tokens: usize,
-    ) -> Vec<(&'static str, usize, usize)> {
+    fn route_words(world_size: usize, num_experts: usize, num_tokens: usize) -> NamedWords {
         let words = ByExpertWords::new(world_size, num_experts, num_tokens);
-        let named = [
-            ("rank_prefix_matrix", words.by_token().rank_prefix_matrix()),
-            ("send_head", words.by_token().send_head()),
-            ("overflow", words.overflow()),
-            ("num_received", words.num_received()),
-            ("rows_needed", words.rows_needed()),
-            ("tokens_per_expert", words.tokens_per_expert()),
-            ("rows_per_expert", words.rows_per_expert()),
-            ("all", 0..words.total()),
-        ];
-        named.map(|(name, range)| (name, range.start, range.end)).to_vec()
+        // Where two parts have one name, the later one is meant.
+        named_words(words.by_token().named().into_iter().chain(words.named()).collect(), words.total())
     }
 
     #[doc = stub!("MoeByExpert.notify")]

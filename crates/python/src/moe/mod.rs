@@ -1,24 +1,27 @@
 //! Mixtures of experts: the arrays of a call as the crate's tensors.
 
 mod by_expert;
+mod by_token;
 mod routes;
 mod slots;
 
-use std::sync::{Arc, MutexGuard, PoisonError, Weak};
+use std::{
+    ops::Range,
+    sync::{Arc, MutexGuard, PoisonError, Weak},
+};
 
 use antiphon::device::sync::Mutex;
 use antiphon::{
     fabric::Queue,
     moe::{
-        self, Choices, Combine, Dispatch, MoeConfig, MoeError, Routing, RowFormat, Tokens,
+        self, Combine, Dispatch, MoeConfig, MoeError, Routing, RowFormat,
         cuda::{CudaByTokenRoutes, RouteMemory},
     },
-    prelude::{Device, FabricError},
+    prelude::FabricError,
     session::{self, MoeStream, SessionError},
-    tensor::TensorError,
 };
 use pyo3::{
-    exceptions::{PyRuntimeError, PyTypeError, PyValueError},
+    exceptions::{PyRuntimeError, PyValueError},
     prelude::*,
     types::PyBytes,
 };
@@ -33,7 +36,8 @@ use crate::{
     stream::{RawStream, on, stream_or_current},
 };
 
-use routes::Routes;
+use by_token::{LayoutArrays, Rows, TokenArrays, written_layout};
+use routes::{Routes, lock};
 
 pub(crate) use {
     by_expert::{MoeByExpert, MoeByExpertRoutes},
@@ -58,56 +62,6 @@ pub(crate) type Side = (RawStream, bool);
 #[doc = stub!("MoeByTokenRoutes")]
 #[pyclass(frozen, module = "antiphon")]
 pub(crate) struct MoeByTokenRoutes(Routes<moe::ByTokenRoutes, CudaByTokenRoutes>);
-
-/// The arrays of a dispatch that have rows of tokens, or of what is received.
-struct RowArrays {
-    x: Array,
-    scales: Option<Array>,
-    ids: Option<Array>,
-    weights: Option<Array>,
-}
-
-/// Arrays as Python gives them: `x`, `scales`, `ids` and `weights`.
-type GivenRows<'a, 'py> = (&'a Bound<'py, PyAny>, [Given<'a, 'py>; 3]);
-
-impl RowArrays {
-    /// Those of the tokens and those that rows go to, which are apart from all others.
-    fn pair(from: GivenRows<'_, '_>, to: GivenRows<'_, '_>) -> Result<[Self; 2]> {
-        let from = Self {
-            x: Array::read(from.0, "x")?,
-            scales: Array::given(from.1[0], "scales", Array::read)?,
-            ids: Array::given(from.1[1], "ids", Array::read)?,
-            weights: Array::given(from.1[2], "weights", Array::read)?,
-        };
-        let to = Self {
-            x: Array::write(to.0, "received_x")?,
-            scales: Array::given(to.1[0], "received_scales", Array::write)?,
-            ids: Array::given(to.1[1], "received_ids", Array::write)?,
-            weights: Array::given(to.1[2], "received_weights", Array::write)?,
-        };
-        if [&from, &to].iter().any(|rows| rows.ids.is_some() != rows.weights.is_some()) {
-            return Err(PyValueError::new_err("dispatch: ids need weights, and weights need ids").into());
-        }
-        check_apart("dispatch", &from.all(), &to.all())?;
-        Ok([from, to])
-    }
-
-    fn all(&self) -> [Option<&Array>; 4] {
-        [Some(&self.x), self.scales.as_ref(), self.ids.as_ref(), self.weights.as_ref()]
-    }
-
-    /// The tensors of the arrays.
-    fn tokens<T>(&self, view: impl Fn(&Array) -> Result<T, TensorError>) -> Result<Tokens<T>> {
-        let given = |array: &Option<Array>| array.as_ref().map(&view).transpose();
-        Ok(Tokens {
-            x: view(&self.x)?,
-            scales: given(&self.scales)?,
-            choices: given(&self.ids)?
-                .zip(given(&self.weights)?)
-                .map(|(ids, weights)| Choices { ids, weights }),
-        })
-    }
-}
 
 impl Moe {
     fn lock(&self) -> MutexGuard<'_, Option<moe::Moe>> {
@@ -156,33 +110,124 @@ impl Moe {
         })?;
         Ok(outcome.ok_or_else(closed)?)
     }
-}
 
-/// What ranks agree on before a dispatch: `layout` is `is_token_in_rank` and `tokens_per_expert`.
-///
-/// # Safety
-/// As [`Array::view`].
-unsafe fn routing<'a>(
-    x: &Array,
-    scales: Option<&Array>,
-    [in_rank, per_expert]: &[Array; 2],
-    top_k: usize,
-    capacity: Option<usize>,
-) -> Result<Routing<'a>> {
-    Ok(Routing {
-        num_experts: per_expert.elements(),
-        top_k,
+    /// Writes the layout of choices.
+    fn count(
+        &self,
+        py: Python<'_>,
+        ids: &Array,
+        layout: &LayoutArrays<'_>,
+        side: Option<Side>,
+    ) -> Result<()> {
+        let [per_rank, per_expert, in_rank] = written_layout(layout)?;
+        // SAFETY: the arrays live until this returns; that nobody writes the ids or uses the others meanwhile is the caller's to see to.
+        let view = unsafe { ids.view() }?;
+        if let Some(device) = view.device().cuda_ordinal() {
+            // SAFETY: as above, in the order of the stream, as the caller's library uses them.
+            let outputs = unsafe { [per_rank.view_mut()?, per_expert.view_mut()?, in_rank.view_mut()?] };
+            let [mut per_rank, mut per_expert, mut in_rank] = outputs;
+            return self.run_cuda(py, device, side, |moe, stream| {
+                let outputs = [&mut per_rank, &mut per_expert, &mut in_rank];
+                // SAFETY: as above.
+                unsafe { moe.layout(stream, &view, outputs) }
+            });
+        }
+        let num_experts = per_expert.elements();
+        let layout = py.detach(|| moe::layout(&view, num_experts, self.world_size))?;
+        // SAFETY: as above.
+        unsafe {
+            per_rank.fill("layout", &bytes(&layout.tokens_per_rank))?;
+            per_expert.fill("layout", &bytes(&layout.tokens_per_expert))?;
+            in_rank.fill("layout", &layout.is_token_in_rank)
+        }
+    }
+
+    /// Makes routes, which with a capacity keep the token of each row in `sources` on a GPU. The words are written for the caller.
+    #[expect(clippy::too_many_arguments, reason = "those of a call of Python's")]
+    fn route(
+        &self,
+        py: Python<'_>,
+        tokens: &Rows,
+        layout: &LayoutArrays<'_>,
+        capacity: Option<usize>,
+        words: Option<&Array>,
+        sources: Option<&Array>,
+        side: Option<Side>,
+    ) -> Result<MoeByTokenRoutes> {
+        let per_expert = Array::read(&layout.1, "tokens_per_expert")?;
+        let in_rank = Array::read(&layout.2, "is_token_in_rank")?;
+        let scales = tokens.scales.as_ref().map(Array::dtype);
+        let hidden = tokens.x.columns("dispatch")?;
+        let routing = Routing {
+            num_experts: per_expert.elements(),
+            top_k: tokens.ids.as_ref().map_or(Ok(0), |ids| ids.columns("dispatch"))?,
+            // SAFETY: the arrays live until this returns; that nobody writes them meanwhile is the caller's to see to.
+            is_token_in_rank: unsafe { in_rank.view() }?,
+            // SAFETY: as above.
+            tokens_per_expert: unsafe { per_expert.view() }?,
+            format: RowFormat { hidden, dtype: tokens.x.dtype(), scales },
+            capacity,
+        };
+        let Some(device) = routing.is_token_in_rank.device().cuda_ordinal() else {
+            let routes = self.run(py, |moe, comm| moe.notify(comm, &routing))?;
+            if let Some(words) = words {
+                // SAFETY: that nobody else uses the array meanwhile is the caller's to see to.
+                unsafe { words.fill("dispatch", &bytes(&routes.parts())) }?;
+            }
+            return Ok(MoeByTokenRoutes(Routes::Host(routes)));
+        };
+        // SAFETY: the caller keeps these arrays as long as the routes.
+        let write = |array: &Array| unsafe { array.view_mut() };
+        let memory = match words {
+            None => RouteMemory::Own,
+            Some(words) => {
+                RouteMemory::Callers { words: write(words)?, sources: sources.map(write).transpose()? }
+            }
+        };
+        // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
+        let routes =
+            self.run_cuda(py, device, side, |moe, stream| unsafe { moe.notify(stream, &routing, memory) })?;
+        Ok(MoeByTokenRoutes(Routes::Cuda(Mutex::new(routes))))
+    }
+
+    /// Keeps the token of each row in `sources` from now on, if the routes are on a GPU.
+    ///
+    /// # Safety
+    /// The caller keeps the array as long as the routes.
+    unsafe fn keep_sources(&self, routes: &MoeByTokenRoutes, sources: &Array, rows: usize) -> Result<()> {
+        let Routes::Cuda(routes) = &routes.0 else { return Ok(()) };
         // SAFETY: passed on.
-        is_token_in_rank: unsafe { in_rank.view() }?,
+        let view = unsafe { sources.first_rows(rows) }?;
+        let device = view.as_view().device();
         // SAFETY: passed on.
-        tokens_per_expert: unsafe { per_expert.view() }?,
-        format: RowFormat {
-            hidden: x.columns("dispatch")?,
-            dtype: x.dtype(),
-            scales: scales.map(|scales| scales.dtype()),
-        },
-        capacity,
-    })
+        Ok(unsafe { lock(routes).keep_sources_in(view, device) }?)
+    }
+
+    /// Moves rows along routes. On the host the token of each row is written to `sources`; on a GPU the routes know where that is.
+    fn move_rows(
+        &self,
+        py: Python<'_>,
+        routes: &MoeByTokenRoutes,
+        call: Dispatch<'_>,
+        sources: Option<&Array>,
+        side: Option<Side>,
+    ) -> Result<()> {
+        if let Some(device) = call.tokens.x.device().cuda_ordinal() {
+            let routes = routes.0.cuda("dispatch")?;
+            // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
+            return self
+                .run_cuda(py, device, side, |moe, stream| unsafe { moe.dispatch(stream, &routes, call) });
+        }
+        let routes = routes.0.host("dispatch")?;
+        self.run(py, |moe, comm| moe.dispatch(comm, routes, call))?;
+        if let Some(sources) = sources {
+            let mut tokens = routes.source_tokens().unwrap_or_default();
+            tokens.resize(routes.rows(), -1);
+            // SAFETY: that nobody else uses the array meanwhile is the caller's to see to.
+            unsafe { sources.fill("dispatch", &bytes(&tokens)) }?;
+        }
+        Ok(())
+    }
 }
 
 #[pymethods]
@@ -243,21 +288,9 @@ impl Moe {
     #[doc = stub!("Moe.route_words")]
     #[staticmethod]
     #[pyo3(signature = (world_size, num_experts, num_tokens))]
-    fn route_words(
-        world_size: usize,
-        num_experts: usize,
-        num_tokens: usize,
-    ) -> Vec<(&'static str, usize, usize)> {
-        let words = moe::cuda::RouteWords::new(world_size, num_experts, num_tokens);
-        let named = [
-            ("rank_prefix_matrix", words.rank_prefix_matrix()),
-            ("routed_to_each", words.routed_to_each()),
-            ("overflow", words.overflow()),
-            ("tokens_per_expert", words.tokens_per_expert()),
-            ("send_head", words.send_head()),
-            ("all", 0..words.total()),
-        ];
-        named.map(|(name, range)| (name, range.start, range.end)).to_vec()
+    fn route_words(world_size: usize, num_experts: usize, num_tokens: usize) -> NamedWords {
+        let words = moe::RouteWords::new(world_size, num_experts, num_tokens);
+        named_words(words.named(), words.total())
     }
 
     #[doc = stub!("Moe.host_words")]
@@ -331,203 +364,114 @@ impl Moe {
     }
 
     #[doc = stub!("Moe.layout")]
-    #[pyo3(signature = (ids, num_experts, *, tokens_per_rank, tokens_per_expert, is_token_in_rank, side = None))]
-    #[expect(clippy::too_many_arguments, reason = "of which Python names the last four")]
+    #[pyo3(signature = (ids, layout, *, side = None, num_sms = None))]
     fn layout(
         &self,
         py: Python<'_>,
         ids: &Bound<'_, PyAny>,
-        num_experts: usize,
-        tokens_per_rank: &Bound<'_, PyAny>,
-        tokens_per_expert: &Bound<'_, PyAny>,
-        is_token_in_rank: &Bound<'_, PyAny>,
+        layout: LayoutArrays<'_>,
         side: Option<Side>,
+        num_sms: Option<u32>,
     ) -> Result<()> {
-        let ids = Array::read(ids, "ids")?;
-        // SAFETY: the array lives until this returns; that nobody writes it meanwhile is the caller's to see to.
-        let view = unsafe { ids.view() }?;
-        if let Some(device) = view.device().cuda_ordinal() {
-            let per_rank = Array::write(tokens_per_rank, "tokens_per_rank")?;
-            let per_expert = Array::write(tokens_per_expert, "tokens_per_expert")?;
-            let in_rank = Array::write(is_token_in_rank, "is_token_in_rank")?;
-            // SAFETY: the arrays may be written; in the order of the stream, as the caller's library uses them.
-            let outputs = unsafe { [per_rank.view_mut()?, per_expert.view_mut()?, in_rank.view_mut()?] };
-            let [mut per_rank, mut per_expert, mut in_rank] = outputs;
-            return self.run_cuda(py, device, side, |moe, stream| {
-                let outputs = [&mut per_rank, &mut per_expert, &mut in_rank];
-                // SAFETY: as above.
-                unsafe { moe.layout(stream, &view, outputs) }
-            });
-        }
-        let layout = py.detach(|| moe::layout(&view, num_experts, self.world_size))?;
-        let bytes = |counts: &[i32]| counts.iter().flat_map(|count| count.to_ne_bytes()).collect::<Vec<_>>();
-        let outputs = [
-            (tokens_per_rank, "tokens_per_rank", bytes(&layout.tokens_per_rank)),
-            (tokens_per_expert, "tokens_per_expert", bytes(&layout.tokens_per_expert)),
-            (is_token_in_rank, "is_token_in_rank", layout.is_token_in_rank),
-        ];
-        for (array, name, content) in outputs {
-            // SAFETY: the array lives until this returns; that no other thread uses it meanwhile is the caller's to see to.
-            unsafe { Array::write(array, name)?.fill("layout", &content) }?;
-        }
-        Ok(())
+        num_sms.into_iter().for_each(|number| self.set_num_sms(number));
+        self.count(py, &Array::read(ids, "ids")?, &layout, side)
     }
 
     #[doc = stub!("Moe.notify")]
-    #[pyo3(signature = (x, is_token_in_rank, tokens_per_expert, *, top_k = 0, scales = None, capacity = None, words = None, sources = None, side = None))]
-    #[expect(clippy::too_many_arguments, reason = "of which Python names the last six")]
+    #[pyo3(signature = (tokens, layout, *, counts = false, capacity = None, words = None, sources = None, received = None, side = None, num_sms = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last seven")]
     fn notify(
         &self,
         py: Python<'_>,
-        x: &Bound<'_, PyAny>,
-        is_token_in_rank: &Bound<'_, PyAny>,
-        tokens_per_expert: &Bound<'_, PyAny>,
-        top_k: usize,
-        scales: Given<'_, '_>,
+        tokens: TokenArrays<'_>,
+        layout: LayoutArrays<'_>,
+        counts: bool,
         capacity: Option<usize>,
         words: Given<'_, '_>,
         sources: Given<'_, '_>,
+        received: Option<TokenArrays<'_>>,
         side: Option<Side>,
-    ) -> Result<MoeByTokenRoutes> {
-        let (x, scales) = (Array::read(x, "x")?, Array::given(scales, "scales", Array::read)?);
-        let layout = [
-            Array::read(is_token_in_rank, "is_token_in_rank")?,
-            Array::read(tokens_per_expert, "tokens_per_expert")?,
-        ];
-        // SAFETY: the arrays live until this returns; that nobody writes them meanwhile is the caller's to see to.
-        let routing = unsafe { routing(&x, scales.as_ref(), &layout, top_k, capacity) }?;
-        let Some(device) = routing.is_token_in_rank.device().cuda_ordinal() else {
-            return Ok(MoeByTokenRoutes(Routes::Host(self.run(py, |moe, comm| moe.notify(comm, &routing))?)));
+        num_sms: Option<u32>,
+    ) -> Result<Made> {
+        num_sms.into_iter().for_each(|number| self.set_num_sms(number));
+        let tokens = Rows::sent(&tokens)?;
+        let received = received.map(|received| Rows::received(&received)).transpose()?;
+        if let Some(received) = &received {
+            check_apart("dispatch", &tokens.all(), &received.all())?;
+        }
+        let (words, sources) =
+            (Array::given(words, "words", Array::write)?, Array::given(sources, "sources", Array::write)?);
+        if counts {
+            let ids = tokens
+                .ids
+                .as_ref()
+                .ok_or_else(|| PyValueError::new_err("dispatch: a layout is made of ids"))?;
+            self.count(py, ids, &layout, side)?;
+        }
+        let room = received.as_ref().map_or(Ok(0), |received| received.x.rows("dispatch"))?;
+        let kept = sources.as_ref().filter(|_| capacity.is_some());
+        let routes = self.route(py, &tokens, &layout, capacity, words.as_ref(), kept, side)?;
+        let rows = routes.rows();
+        // Memory that few rows would keep is not used.
+        let fills = matches!(routes.0, Routes::Cuda(_)) && (room / 4 * 3..=room).contains(&rows);
+        let Some(received) = received.filter(|_| capacity.is_some() || fills) else {
+            return Ok(routes.made(false));
         };
-        let words = Array::given(words, "words", Array::write)?;
-        let sources = Array::given(sources, "sources", Array::write)?;
-        // SAFETY: the caller keeps these arrays as long as the routes.
-        let write = |array: &Array| unsafe { array.view_mut() };
-        let memory = match &words {
-            None => RouteMemory::Own,
-            Some(words) => RouteMemory::Callers {
-                words: write(words)?,
-                sources: sources.as_ref().map(write).transpose()?,
-            },
+        let moved = || {
+            if let (None, Some(sources)) = (capacity, &sources) {
+                // SAFETY: the caller keeps the array as long as the routes.
+                unsafe { self.keep_sources(&routes, sources, rows) }?;
+            }
+            let call = Dispatch {
+                // SAFETY: the arrays live until this returns; that nobody writes them meanwhile is the caller's to see to.
+                tokens: tokens.tokens(|array| unsafe { array.view() })?,
+                // SAFETY: these are apart from all others; that nobody else uses them meanwhile is the caller's to see to.
+                received: received.tokens(|array| unsafe { array.first_rows(rows) })?,
+            };
+            self.move_rows(py, &routes, call, sources.as_ref(), side)
         };
-        // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
-        let routes =
-            self.run_cuda(py, device, side, |moe, stream| unsafe { moe.notify(stream, &routing, memory) })?;
-        Ok(MoeByTokenRoutes(Routes::Cuda(Mutex::new(routes))))
+        moved().map_err(|error| {
+            let error = PyErr::from(error);
+            self.give_up(py, &format!("dispatch: {error}")); // peers have the counts, and wait for rows
+            error
+        })?;
+        Ok(routes.made(true))
     }
 
     #[doc = stub!("Moe.dispatch")]
-    #[pyo3(signature = (routes, x, received_x, *, scales = None, received_scales = None, ids = None, weights = None, received_ids = None, received_weights = None, side = None))]
-    #[expect(clippy::too_many_arguments, reason = "of which Python names the last seven")]
+    #[pyo3(signature = (routes, tokens, received, *, sources = None, side = None, num_sms = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last three")]
     fn dispatch(
         &self,
         py: Python<'_>,
         routes: &MoeByTokenRoutes,
-        x: &Bound<'_, PyAny>,
-        received_x: &Bound<'_, PyAny>,
-        scales: Given<'_, '_>,
-        received_scales: Given<'_, '_>,
-        ids: Given<'_, '_>,
-        weights: Given<'_, '_>,
-        received_ids: Given<'_, '_>,
-        received_weights: Given<'_, '_>,
+        tokens: TokenArrays<'_>,
+        received: TokenArrays<'_>,
+        sources: Given<'_, '_>,
         side: Option<Side>,
+        num_sms: Option<u32>,
     ) -> Result<()> {
-        let [from, to] = RowArrays::pair(
-            (x, [scales, ids, weights]),
-            (received_x, [received_scales, received_ids, received_weights]),
-        )?;
+        num_sms.into_iter().for_each(|number| self.set_num_sms(number));
+        let tokens = Rows::sent(&tokens)?;
+        let received = Rows::received(&received)?;
+        check_apart("dispatch", &tokens.all(), &received.all())?;
+        let sources = Array::given(sources, "sources", Array::write)?;
+        if let Some(sources) = &sources {
+            // SAFETY: the caller keeps the array as long as the routes.
+            unsafe { self.keep_sources(routes, sources, sources.elements()) }?;
+        }
         let call = Dispatch {
             // SAFETY: the arrays live until this returns; that nobody writes them meanwhile is the caller's to see to.
-            tokens: from.tokens(|array| unsafe { array.view() })?,
+            tokens: tokens.tokens(|array| unsafe { array.view() })?,
             // SAFETY: these are apart from all others; that nobody else uses them meanwhile is the caller's to see to.
-            received: to.tokens(|array| unsafe { array.view_mut() })?,
+            received: received.tokens(|array| unsafe { array.view_mut() })?,
         };
-        if let Some(device) = call.tokens.x.device().cuda_ordinal() {
-            let routes = routes.0.cuda("dispatch")?;
-            // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
-            return self
-                .run_cuda(py, device, side, |moe, stream| unsafe { moe.dispatch(stream, &routes, call) });
-        }
-        let routes = routes.0.host("dispatch")?;
-        self.run(py, |moe, comm| moe.dispatch(comm, routes, call))
-    }
-
-    #[doc = stub!("Moe.notify_and_dispatch")]
-    #[pyo3(signature = (x, is_token_in_rank, tokens_per_expert, received_x, *, words, sources, top_k = 0, capacity = None, scales = None, received_scales = None, ids = None, weights = None, received_ids = None, received_weights = None, side = None))]
-    #[expect(clippy::too_many_arguments, reason = "of which Python names the last eleven")]
-    fn notify_and_dispatch(
-        &self,
-        py: Python<'_>,
-        x: &Bound<'_, PyAny>,
-        is_token_in_rank: &Bound<'_, PyAny>,
-        tokens_per_expert: &Bound<'_, PyAny>,
-        received_x: &Bound<'_, PyAny>,
-        words: &Bound<'_, PyAny>,
-        sources: &Bound<'_, PyAny>,
-        top_k: usize,
-        capacity: Option<usize>,
-        scales: Given<'_, '_>,
-        received_scales: Given<'_, '_>,
-        ids: Given<'_, '_>,
-        weights: Given<'_, '_>,
-        received_ids: Given<'_, '_>,
-        received_weights: Given<'_, '_>,
-        side: Option<Side>,
-    ) -> Result<(MoeByTokenRoutes, bool)> {
-        let [from, to] = RowArrays::pair(
-            (x, [scales, ids, weights]),
-            (received_x, [received_scales, received_ids, received_weights]),
-        )?;
-        let layout = [
-            Array::read(is_token_in_rank, "is_token_in_rank")?,
-            Array::read(tokens_per_expert, "tokens_per_expert")?,
-        ];
-        let (words, sources) = (Array::write(words, "words")?, Array::write(sources, "sources")?);
-        // SAFETY: the arrays live until this returns; that nobody writes them meanwhile is the caller's to see to.
-        let routing = unsafe { routing(&from.x, from.scales.as_ref(), &layout, top_k, capacity) }?;
-        // SAFETY: as above.
-        let tokens = from.tokens(|array| unsafe { array.view() })?;
-        let Some(device) = tokens.x.device().cuda_ordinal() else {
-            return Err(PyTypeError::new_err("notify_and_dispatch: x must be on a GPU").into());
-        };
-        let room = to.x.rows("dispatch")?;
-        let memory = RouteMemory::Callers {
-            // SAFETY: the caller keeps these arrays as long as the routes.
-            words: unsafe { words.view_mut() }?,
-            // SAFETY: as above.
-            sources: capacity.map(|_| unsafe { sources.view_mut() }).transpose()?,
-        };
-        // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
-        let mut routes =
-            self.run_cuda(py, device, side, |moe, stream| unsafe { moe.notify(stream, &routing, memory) })?;
-        let rows = routes.rows();
-        // Memory that few rows would keep is not used.
-        if capacity.is_none() && !(room / 4 * 3..=room).contains(&rows) {
-            return Ok((MoeByTokenRoutes(Routes::Cuda(Mutex::new(routes))), false));
-        }
-        let moved = || {
-            if capacity.is_none() {
-                // SAFETY: the caller keeps the array as long as the routes.
-                unsafe { routes.keep_sources_in(sources.first_rows(rows)?, Device::Cuda(device)) }?;
-            }
-            // SAFETY: these are apart from all others; that nobody else uses them meanwhile is the caller's to see to.
-            let received = to.tokens(|array| unsafe { array.first_rows(rows) })?;
-            let call = Dispatch { tokens, received };
-            // SAFETY: the arrays are used in the order of the stream, as the caller's library uses them.
-            self.run_cuda(py, device, side, |moe, stream| unsafe { moe.dispatch(stream, &routes, call) })
-        };
-        moved().map_err(|error| {
-            let error = PyErr::from(error);
-            self.give_up(py, &error.to_string()); // peers have the counts, and wait for rows
-            error
-        })?;
-        Ok((MoeByTokenRoutes(Routes::Cuda(Mutex::new(routes))), true))
+        self.move_rows(py, routes, call, sources.as_ref(), side)
     }
 
     #[doc = stub!("Moe.combine")]
-    #[pyo3(signature = (routes, rows, output, *, weights = None, output_weights = None, bias = None, second_bias = None, side = None))]
-    #[expect(clippy::too_many_arguments, reason = "of which Python names the last five")]
+    #[pyo3(signature = (routes, rows, output, *, weights = None, output_weights = None, bias = None, second_bias = None, side = None, num_sms = None))]
+    #[expect(clippy::too_many_arguments, reason = "of which Python names the last six")]
     fn combine(
         &self,
         py: Python<'_>,
@@ -539,7 +483,9 @@ impl Moe {
         bias: Given<'_, '_>,
         second_bias: Given<'_, '_>,
         side: Option<Side>,
+        num_sms: Option<u32>,
     ) -> Result<()> {
+        num_sms.into_iter().for_each(|number| self.set_num_sms(number));
         let (rows, output) = (Array::read(rows, "rows")?, Array::write(output, "output")?);
         let weights = Array::given(weights, "weights", Array::read)?;
         let output_weights = Array::given(output_weights, "output_weights", Array::write)?;
@@ -577,9 +523,37 @@ impl Moe {
 }
 
 /// 32-bit numbers in the machine's byte order.
+fn bytes(numbers: &[i32]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_ne_bytes()).collect()
+}
+
+/// [`bytes`] for Python.
 pub(crate) fn words<'py>(py: Python<'py>, numbers: &[i32]) -> Bound<'py, PyBytes> {
-    let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_ne_bytes()).collect();
-    PyBytes::new(py, &bytes)
+    PyBytes::new(py, &bytes(numbers))
+}
+
+/// Routes; whether the rows were moved; how many rows received arrays have; how many rows arrive and how often the experts were chosen, if
+/// the host knows.
+type Made = (MoeByTokenRoutes, bool, usize, Option<usize>, Option<Vec<usize>>);
+
+/// The parts of routes' words, and all of them: name, begin and end.
+type NamedWords = Vec<(&'static str, usize, usize)>;
+
+fn named_words(parts: Vec<(&'static str, Range<usize>)>, total: usize) -> NamedWords {
+    parts.into_iter().chain([("all", 0..total)]).map(|(name, range)| (name, range.start, range.end)).collect()
+}
+
+impl MoeByTokenRoutes {
+    /// With what the caller asks for next.
+    fn made(self, is_moved: bool) -> Made {
+        let (rows, num_received, per_expert) = self.0.either(
+            |routes| (routes.rows(), Some(routes.num_received()), Some(routes.tokens_per_expert().to_vec())),
+            |routes| {
+                (routes.rows(), routes.num_received(), routes.tokens_per_expert().map(<[usize]>::to_vec))
+            },
+        );
+        (self, is_moved, rows, num_received, per_expert)
+    }
 }
 
 #[pymethods]
@@ -594,12 +568,6 @@ impl MoeByTokenRoutes {
     #[getter]
     fn num_received(&self) -> Option<usize> {
         self.0.either(|routes| Some(routes.num_received()), CudaByTokenRoutes::num_received)
-    }
-
-    #[doc = stub!("MoeByTokenRoutes.overflow")]
-    #[getter]
-    fn overflow(&self) -> Result<bool> {
-        Ok(self.0.host("overflow")?.overflow())
     }
 
     #[doc = stub!("MoeByTokenRoutes.num_tokens")]
@@ -618,54 +586,11 @@ impl MoeByTokenRoutes {
         self.0.either(moe::ByTokenRoutes::top_k, CudaByTokenRoutes::top_k)
     }
 
-    #[doc = stub!("MoeByTokenRoutes.tokens_per_expert")]
-    #[getter]
-    fn tokens_per_expert(&self) -> Option<Vec<usize>> {
-        self.0.either(
-            |routes| Some(routes.tokens_per_expert().to_vec()),
-            |routes| routes.tokens_per_expert().map(<[usize]>::to_vec),
-        )
-    }
-
-    #[doc = stub!("MoeByTokenRoutes.rank_prefix_matrix")]
-    #[getter]
-    fn rank_prefix_matrix<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyBytes>> {
-        Ok(words(py, &self.0.host("rank_prefix_matrix")?.rank_prefix_matrix()))
-    }
-
-    #[doc = stub!("MoeByTokenRoutes.routed_to_each")]
-    #[getter]
-    fn routed_to_each<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyBytes>> {
-        Ok(words(py, &self.0.host("routed_to_each")?.routed_to_each()))
-    }
-
-    #[doc = stub!("MoeByTokenRoutes.send_head")]
-    #[getter]
-    fn send_head<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyBytes>> {
-        Ok(words(py, &self.0.host("send_head")?.send_head()))
-    }
-
-    #[doc = stub!("MoeByTokenRoutes.source_tokens")]
-    #[getter]
-    fn source_tokens<'py>(&self, py: Python<'py>) -> Result<Option<Bound<'py, PyBytes>>> {
-        Ok(self.0.host("source_tokens")?.source_tokens().map(|tokens| words(py, &tokens)))
-    }
-
     #[doc = stub!("MoeByTokenRoutes.words")]
     #[getter]
     fn words<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyBytes>> {
         let bytes: Vec<u8> =
             self.0.host("words")?.to_words().iter().flat_map(|word| word.to_ne_bytes()).collect();
         Ok(PyBytes::new(py, &bytes))
-    }
-
-    #[doc = stub!("MoeByTokenRoutes.keep_sources_in")]
-    fn keep_sources_in(&self, sources: &Bound<'_, PyAny>) -> Result<()> {
-        let sources = Array::write(sources, "sources")?;
-        // SAFETY: the caller keeps the array as long as the routes.
-        let view = unsafe { sources.view_mut() }?;
-        let device = view.as_view().device();
-        // SAFETY: as above.
-        Ok(unsafe { self.0.cuda("keep_sources_in")?.keep_sources_in(view, device) }?)
     }
 }

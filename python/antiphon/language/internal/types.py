@@ -49,7 +49,7 @@ class ReduceOperationType(Enum):
 
 
 class BufferType(Enum):
-    """Whose memory: what the caller gives, what the caller gets, or the plan's own."""
+    """A kind of memory: what the caller gives, what the caller gets, or the plan's own."""
 
     input = "i"
     output = "o"

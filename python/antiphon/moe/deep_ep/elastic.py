@@ -199,7 +199,7 @@ class ElasticBuffer(ElasticSessions):
         return room if self.num_ranks == 1 else min(number, room)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """A number of queue pairs that calls with so many SMs take as ``num_qps``, where it has no effect."""
+        """A number of queue pairs that calls with ``num_sms`` SMs take as ``num_qps``, where it has no effect."""
         num_sms = whole("get_theoretical_num_qps", "num_sms", num_sms, 1)
         return min(num_sms * 16 + 1 if self.allow_hybrid_mode else min(num_sms, 9), self.num_allocated_qps)
 
@@ -351,7 +351,7 @@ class ElasticBuffer(ElasticSessions):
     def _sizes(
         self, count: int, topk_idx: Tensor | None, num_experts: Any, num_max_tokens_per_rank: Any, expert_alignment: Any
     ) -> "_Sizes":
-        """The checked arguments of a fresh dispatch of so many tokens."""
+        """The checked arguments of a fresh dispatch."""
         call = "dispatch"
         if topk_idx is None or num_experts is None:
             raise ValueError(f"{call}: without a handle pass topk_idx and num_experts")
@@ -369,7 +369,7 @@ class ElasticBuffer(ElasticSessions):
         return sizes
 
     def _check_beside(self, count: int, sizes: "_Sizes", weights: Tensor | None, stats: Tensor | None) -> Tensor | None:
-        """The weights of a dispatch of so many tokens, after the checks of all that goes with these."""
+        """The weights of a dispatch, after the checks of all that goes with these."""
         call, shape, local = "dispatch", [count, sizes.choices.shape[1]], sizes.num_experts // self.num_ranks
         if len(sizes.choices) != count:
             raise ValueError(f"{call}: x has {count} tokens, and there are choices of {len(sizes.choices)}")
@@ -385,11 +385,10 @@ class ElasticBuffer(ElasticSessions):
         self, calls: Calls, x: Tensor, scales: Tensor | None, sizes: "_Sizes", weights: Tensor | None, waits: bool
     ) -> tuple[Received, ByTokenRoutes]:
         """Sends tokens by their choices, with weights of 0 where there are none."""
-        layout = calls.layout(sizes.choices, sizes.num_experts, call="dispatch")
         if weights is None:
             weights = sizes.choices.new_zeros(sizes.choices.shape, dtype=torch.float32)
         capacity = None if waits else self.num_ranks * sizes.num_max_tokens_per_rank
-        return calls.dispatch(x, layout, sizes.choices, weights, scales, capacity)
+        return calls.dispatch(x, sizes.num_experts, sizes.choices, weights, scales, capacity)
 
     def combine(
         self,
@@ -527,7 +526,7 @@ def _weights_along(calls: Calls, handle: EPHandle, weights: Tensor) -> Tensor:
     if not top_k:
         return weights.new_empty(ids.shape)
     rows = torch.nn.functional.pad(weights, (0, -top_k % 4))  # whole 16 bytes
-    return calls.rows_along(handle._routes.core, rows).x[:, :top_k].masked_fill(ids < 0, 0)
+    return calls.rows_along(handle._routes.core, handle._routes.rows, rows).x[:, :top_k].masked_fill(ids < 0, 0)
 
 
 def _by_columns(scales: Tensor) -> Tensor:

@@ -38,9 +38,9 @@ class EPHandle:
     num_recv_tokens: int
     #: ``P``, which the handle knows without ``do_expand`` too.
     num_expanded_tokens: int
-    #: Of DeepEP's ways between machines.
+    #: A field of DeepEP's ways between machines.
     token_metadata_at_forward: None = None
-    #: Of DeepEP's ways between machines.
+    #: A field of DeepEP's ways between machines.
     channel_linked_list: None = None
 
     def __init__(
@@ -61,8 +61,6 @@ class EPHandle:
         self.num_max_tokens_per_rank, self.num_sms = num_max_tokens_per_rank, num_sms
         self.topk_idx, self._recv_topk_idx, self._routes = topk_idx, recv_topk_idx, routes
         counts = routes.counts
-        if counts is None:
-            counts = torch.tensor(routes.tokens_per_expert, dtype=torch.int32, device=topk_idx.device)
         aligned = (counts + (expert_alignment - 1)) // expert_alignment * expert_alignment
         ends = aligned.cumsum(0, dtype=torch.int32)
         self.num_unaligned_recv_tokens_per_expert = counts

@@ -63,7 +63,7 @@ def no_engram(call: str) -> NoReturn:
 
 
 def buffer_bytes(name: str, size: Any, least: int) -> int:
-    """A number of bytes, at least so many. Raises ``ValueError`` unless it is a multiple of 2 MiB."""
+    """A number of bytes, ``least`` or more. Raises ``ValueError`` unless it is a multiple of 2 MiB."""
     number = whole("ElasticBuffer", name, size, least, LARGEST)
     if number % _ALIGNMENT:
         raise ValueError(f"ElasticBuffer: {name} must be a multiple of {_ALIGNMENT}, not {number}")
@@ -71,7 +71,7 @@ def buffer_bytes(name: str, size: Any, least: int) -> int:
 
 
 def size_hint(call: str, count: int, most_tokens: Any, hidden: Any, top_k: Any, is_fp8: bool, allows_reductions: bool) -> int:
-    """The answer of :meth:`ElasticBuffer.get_buffer_size_hint` for so many ranks."""
+    """The answer of :meth:`ElasticBuffer.get_buffer_size_hint` for ``count`` ranks."""
     most_tokens = whole(call, "num_max_tokens_per_rank", most_tokens, 1)
     hidden, top_k = whole(call, "hidden", hidden, 1), whole(call, "num_topk", top_k, 0, 32) or 32
     scales = 4 * -(-hidden // 32) if is_fp8 else 0
@@ -92,7 +92,7 @@ def rate(call: str, name: str, value: Any) -> float:
 
 
 def busy_sms(count: int, num_experts: int, num_topk: int, links: float, read: float, write: float) -> int:
-    """The even number of SMs, at least 4, that keep the links between so many ranks busy; see
+    """The even number of SMs, at least 4, that keep the links between the ranks busy; see
     :meth:`ElasticBuffer.get_theoretical_num_sms`. Rates are those of the links of a rank and of an SM."""
     if count == 1:
         return 4

@@ -41,15 +41,15 @@ enum Broken {
     SignalsEarly,
 }
 
-/// Of a mailbox: the call whose data and whose signal have come.
+/// The call whose data and whose signal have come to a mailbox.
 type Mail = [u8; 2];
 
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct State {
     ranks: Vec<Rank>,
-    /// By hop, receiver, slot and sender.
+    /// Mailboxes by hop, receiver, slot and sender.
     mail: Vec<Mail>,
-    /// By rail hop, sender and slot: what puts read.
+    /// What puts read, by rail hop, sender and slot.
     sources: Vec<u8>,
     puts: Vec<Put>,
     has_killed: bool,
@@ -58,7 +58,7 @@ struct State {
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Rank {
     lives: bool,
-    /// From 1; beyond the last when all are done.
+    /// The number of the call, from 1 on; beyond the last when all are done.
     call: u8,
     hop: u8,
     step: Step,

@@ -178,7 +178,7 @@ fn symmetric_memory_serves_too<B: CollectiveBackend>(dtype: DType, world: usize)
             let expected = definition::outcome(&case, &data, comm.nodes().of_ranks());
             let Parts::Tensor(input) = &data.contributions[comm.rank()] else { unreachable!() };
             let bytes = input.bytes().len();
-            let buffer = comm.create_shared_buffer(2 * bytes).unwrap();
+            let buffer = comm.symmetric(2 * bytes).unwrap();
             let (base, shape) = (buffer.as_mut_ptr(comm.rank()), [case.tokens, hidden]);
             let mut norm = Tensor::<B>::unwritten(&comm, dtype, case.count(), Alignment::Odd);
             // SAFETY: the buffer has room for both, apart, and peers touch them only in the call.
@@ -216,7 +216,7 @@ fn symmetric_memory_serves_too<B: CollectiveBackend>(dtype: DType, world: usize)
                 unsafe { TensorView::from_raw_parts(base, dtype, &[case.count()], None, comm.device()) };
             assert_same_bits(place.unwrap(), &expected.residual.unwrap(), "residual_out in place");
             norm.assert_holds(&expected.norm.unwrap(), "norm_out");
-            comm.free_shared_buffer(buffer).unwrap();
+            comm.free(buffer).unwrap();
         }
     });
 }

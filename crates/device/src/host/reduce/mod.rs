@@ -126,8 +126,8 @@ impl Reducer {
         unsafe { (self.portable().accumulate)(sums, sources, count) }
     }
 
-    /// The second half: `count` elements from the accumulators of all nodes, in the order of the nodes, which stem from so many sources.
-    /// Both halves give the bits of [`run_by_node`](Self::run_by_node).
+    /// The second half: `count` elements from the accumulators of all nodes, in the order of the nodes. The accumulators stem from
+    /// `sources` sources. Both halves give the bits of [`run_by_node`](Self::run_by_node).
     ///
     /// # Safety
     /// Every one of `sums` is valid for reads of `count` accumulators, at any alignment, and the destination for writes of `count` elements

@@ -44,9 +44,9 @@ struct Rank {
     made: Vec<(View, Vec<usize>)>,
     /// For which of them it has decided.
     decided: Option<(View, Vec<usize>)>,
-    /// Of each rank: the number of the newest message, and what it said.
+    /// The number of each rank's newest message, and what it said.
     heard: Vec<(u8, Said)>,
-    /// Of each rank: whom it has lost.
+    /// The ranks that each rank has lost.
     losses: Vec<Vec<bool>>,
     /// Whether this rank has noticed that each is gone.
     gone: Vec<bool>,

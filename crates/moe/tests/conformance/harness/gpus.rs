@@ -1,17 +1,14 @@
 //! Ranks that have a GPU each.
 
-use std::{
-    ops::Range,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use antiphon_device::{DeviceError, cuda::CudaError};
 use antiphon_fabric::FabricError;
 use antiphon_moe::{
     ByExpertCombine, ByExpertDispatch, ByExpertRouting, Combine, Dispatch, Layout, MoeConfig, MoeError,
-    Routing, SlotCombine, SlotDispatch,
+    RouteWords, Routing, SlotCombine, SlotDispatch,
     by_expert::cuda::{ByExpertWords, CudaByExpertRoutes},
-    cuda::{CudaByTokenRoutes, CudaMoe, RouteMemory, RouteWords},
+    cuda::{CudaByTokenRoutes, CudaMoe, RouteMemory},
     slots::cuda::CudaSlotRoutes,
 };
 use antiphon_tensor::DType;
@@ -20,7 +17,7 @@ use antiphon_testing::{
     backend::{self, Backend},
 };
 
-use super::{ByExpertFacts, ByTokenFacts, MoeBackend, Result};
+use super::{ByExpertFacts, ByTokenFacts, MoeBackend, Result, sizes};
 
 /// A rank with tensors in the memory of its GPU.
 pub type Gpus = backend::Gpus;
@@ -41,15 +38,6 @@ pub struct ByExpertRoutes {
 
 fn integers(bytes: &[u8]) -> Vec<i32> {
     bytes.chunks(4).map(|word| i32::from_ne_bytes(word.try_into().unwrap())).collect()
-}
-
-fn sizes(words: &[i32]) -> Vec<usize> {
-    words.iter().map(|&word| word as usize).collect()
-}
-
-/// Some of the words of routes.
-fn part(words: &[i32], range: Range<usize>) -> Vec<i32> {
-    words[range].to_vec()
 }
 
 /// Waits until the rank's calls are over.
@@ -157,17 +145,8 @@ impl MoeBackend for Gpus {
 
     fn facts(&self, routes: &ByTokenRoutes) -> ByTokenFacts {
         let ByTokenRoutes { routes, words, .. } = routes;
-        let (world_size, rank) = (self.world_size(), self.rank());
-        let layout = RouteWords::new(world_size, routes.num_experts(), routes.num_tokens());
-        let words = integers(&words.content());
-        let counts = sizes(&part(&words, layout.counts()));
-        let facts = ByTokenFacts {
-            num_received: (0..world_size).map(|from| counts[from * world_size + rank]).sum(),
-            overflow: words[layout.overflow().start] != 0,
-            tokens_per_expert: sizes(&part(&words, layout.tokens_per_expert())),
-            rank_prefix_matrix: part(&words, layout.rank_prefix_matrix()),
-            send_head: part(&words, layout.send_head()),
-        };
+        let layout = RouteWords::new(self.world_size(), routes.num_experts(), routes.num_tokens());
+        let facts = ByTokenFacts::new(self, &integers(&words.content()), layout);
         // What the host has waited for.
         assert!(routes.num_received().is_none_or(|count| count == facts.num_received));
         assert!(routes.tokens_per_expert().is_none_or(|counts| counts == facts.tokens_per_expert));
@@ -229,8 +208,8 @@ impl MoeBackend for Gpus {
             num_received: words[layout.num_received().start] as usize,
             overflow: words[layout.overflow().start] != 0,
             rows_needed: words[layout.rows_needed().start] as usize,
-            tokens_per_expert: sizes(&part(&words, layout.tokens_per_expert())),
-            rows_per_expert: sizes(&part(&words, layout.rows_per_expert())),
+            tokens_per_expert: sizes(&words[layout.tokens_per_expert()]),
+            rows_per_expert: sizes(&words[layout.rows_per_expert()]),
         };
         // What the host has waited for.
         assert!(routes.num_received().is_none_or(|count| count == facts.num_received));

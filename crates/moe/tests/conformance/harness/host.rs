@@ -3,7 +3,7 @@
 use antiphon_fabric::FabricError;
 use antiphon_moe::{
     ByExpertCombine, ByExpertDispatch, ByExpertRoutes, ByExpertRouting, ByTokenRoutes, Combine, Dispatch,
-    Layout, Moe, MoeConfig, MoeError, Routing, SlotCombine, SlotDispatch, SlotRoutes, layout,
+    Layout, Moe, MoeConfig, MoeError, RouteWords, Routing, SlotCombine, SlotDispatch, SlotRoutes, layout,
 };
 use antiphon_tensor::DType;
 use antiphon_testing::{
@@ -63,13 +63,11 @@ impl<R: Ranks> MoeBackend for Host<R> {
     }
 
     fn facts(&self, routes: &ByTokenRoutes) -> ByTokenFacts {
-        ByTokenFacts {
-            num_received: routes.num_received(),
-            overflow: routes.overflow(),
-            tokens_per_expert: routes.tokens_per_expert().to_vec(),
-            rank_prefix_matrix: routes.rank_prefix_matrix(),
-            send_head: routes.send_head(),
-        }
+        let layout = RouteWords::new(self.world_size(), routes.num_experts(), routes.num_tokens());
+        let facts = ByTokenFacts::new(self, &routes.parts(), layout);
+        assert_eq!((facts.num_received, facts.overflow), (routes.num_received(), routes.overflow()));
+        assert_eq!(facts.tokens_per_expert, routes.tokens_per_expert());
+        facts
     }
 
     fn source_tokens(&self, routes: &ByTokenRoutes) -> Vec<i32> {

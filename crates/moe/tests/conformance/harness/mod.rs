@@ -7,7 +7,7 @@ use std::ops::{Deref, DerefMut};
 
 use antiphon_moe::{
     ByExpertCombine, ByExpertDispatch, ByExpertRouting, Combine, Dispatch, Layout, MoeConfig, MoeError,
-    Routing, SlotCombine, SlotDispatch,
+    RouteWords, Routing, SlotCombine, SlotDispatch,
 };
 use antiphon_tensor::DType;
 use antiphon_testing::{Tensor, backend::Backend};
@@ -22,6 +22,24 @@ pub struct ByTokenFacts {
     pub tokens_per_expert: Vec<usize>,
     pub rank_prefix_matrix: Vec<i32>,
     pub send_head: Vec<i32>,
+}
+
+impl ByTokenFacts {
+    /// What the words of routes say.
+    fn new<B: Backend>(rank: &B, words: &[i32], layout: RouteWords) -> Self {
+        let (counts, world_size) = (sizes(&words[layout.counts()]), rank.world_size());
+        Self {
+            num_received: (0..world_size).map(|from| counts[from * world_size + rank.rank()]).sum(),
+            overflow: words[layout.overflow().start] != 0,
+            tokens_per_expert: sizes(&words[layout.tokens_per_expert()]),
+            rank_prefix_matrix: words[layout.rank_prefix_matrix()].to_vec(),
+            send_head: words[layout.send_head()].to_vec(),
+        }
+    }
+}
+
+fn sizes(words: &[i32]) -> Vec<usize> {
+    words.iter().map(|&word| word as usize).collect()
 }
 
 /// What the routes of a dispatch by expert say.
@@ -53,7 +71,7 @@ pub trait MoeBackend: Backend {
         Opened { rank: self, moe: Some(self.moe(config).unwrap()) }
     }
 
-    /// The bytes of a region that holds so many records of so many bytes.
+    /// The bytes of a region that holds `records` records of `bytes` bytes.
     fn region_of(&self, records: usize, bytes: usize) -> usize;
 
     /// The error of a call on which ranks disagree. It may come when the call is over.

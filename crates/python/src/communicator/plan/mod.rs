@@ -263,7 +263,7 @@ fn no_stream(stream: RawStream) -> Error {
 
 #[cold]
 fn not_registered() -> Error {
-    let text = "execute: registered is for plans on GPUs: on the host, arrays of shared buffers are not staged without it";
+    let text = "execute: registered is for plans on GPUs: on the host, arrays in symmetric memory are not staged without it";
     PyValueError::new_err(text).into()
 }
 

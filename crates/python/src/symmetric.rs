@@ -1,10 +1,14 @@
-//! Symmetric memory as Python sees it.
+//! Symmetric memory as Python sees it, on the host and on GPUs.
 
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 
 use antiphon::device::sync::Mutex;
 use antiphon::{
-    fabric::{self, FabricError, Mapped, Queue},
+    device::{
+        DeviceError,
+        cuda::{Context, Driver},
+    },
+    fabric::{self, CudaArena, FabricError, Mapped, Queue},
     tensor::{
         Device,
         dlpack::{ElementType, Exported},
@@ -18,27 +22,43 @@ use pyo3::{
 
 use crate::{arguments::DTypeName, error::Result, fork::Process};
 
-#[doc = stub!("SharedBuffer")]
+/// The copies of all ranks.
+enum Copies {
+    Host(fabric::SymmetricBuffer),
+    Cuda(Arc<CudaArena>),
+}
+
+#[doc = stub!("SymmetricBuffer")]
 #[pyclass(frozen, module = "antiphon")]
-pub(crate) struct SharedBuffer {
+pub(crate) struct SymmetricBuffer {
     /// Absent when freed.
-    buffer: Mutex<Option<fabric::SharedBuffer>>,
+    copies: Mutex<Option<Copies>>,
     owner: Weak<Queue>,
     process: Process,
     rank: usize,
     world_size: usize,
+    device: Option<u32>,
     num_bytes: usize,
 }
 
-impl SharedBuffer {
+impl SymmetricBuffer {
+    /// Made on the host, or on a GPU; all ranks of the queue make it together.
     pub(crate) fn new(
-        buffer: fabric::SharedBuffer,
-        owner: &Arc<Queue>,
-        rank: usize,
-        world_size: usize,
-    ) -> Self {
-        let (num_bytes, owner, process) = (buffer.len(), Arc::downgrade(owner), Process::current());
-        Self { num_bytes, buffer: Mutex::new(Some(buffer)), owner, process, rank, world_size }
+        queue: &Arc<Queue>,
+        num_bytes: usize,
+        device: Option<u32>,
+    ) -> std::result::Result<Self, FabricError> {
+        let copies = match device {
+            None => Copies::Host(queue.run(|comm| comm.symmetric(num_bytes))?),
+            Some(device) => {
+                let context = Context::primary(Driver::load()?.device(device)?)?;
+                let arena = queue.run(|comm| CudaArena::new(comm, &context, num_bytes.max(1), 0))?;
+                Copies::Cuda(Arc::new(arena))
+            }
+        };
+        let (owner, process, ranks) = (Arc::downgrade(queue), Process::current(), queue.messenger());
+        let (rank, world_size, copies) = (ranks.rank(), ranks.world_size(), Mutex::new(Some(copies)));
+        Ok(Self { copies, owner, process, rank, world_size, device, num_bytes })
     }
 
     /// Refuses a communicator that has not made it, or a buffer that has been freed.
@@ -46,31 +66,48 @@ impl SharedBuffer {
         if !std::ptr::eq(self.owner.as_ptr(), Arc::as_ptr(queue)) {
             return Err(PyValueError::new_err("the buffer belongs to another communicator").into());
         }
+        self.lock().is_some().then_some(()).ok_or_else(|| freed().into())
+    }
+
+    /// Gives the memory back, on GPUs when the work of every rank's device is over. A call that ends before its turn has come leaves
+    /// the buffer as it is.
+    pub(crate) fn free(&self, queue: &Queue) -> std::result::Result<(), FabricError> {
+        let freed = || FabricError::invalid("the buffer has been freed");
+        queue.run(|comm| {
+            if self.device.is_some() {
+                self.arena().ok_or_else(freed)?.context().synchronize().map_err(DeviceError::from)?;
+                comm.barrier()?;
+            }
+            match self.lock().take().ok_or_else(freed)? {
+                Copies::Host(buffer) => comm.free(buffer),
+                Copies::Cuda(arena) => {
+                    drop(arena);
+                    comm.barrier()
+                }
+            }
+        })
+    }
+
+    /// Memory on a GPU that has not been freed, to be kept beyond the buffer.
+    pub(crate) fn arena(&self) -> Option<Arc<CudaArena>> {
         match &*self.lock() {
-            Some(_) => Ok(()),
-            None => Err(freed().into()),
+            Some(Copies::Cuda(arena)) => Some(arena.clone()),
+            _ => None,
         }
     }
 
-    /// The buffer, to be freed.
-    pub(crate) fn take(&self) -> std::result::Result<fabric::SharedBuffer, FabricError> {
-        self.lock().take().ok_or_else(|| FabricError::invalid("the buffer has been freed"))
+    fn lock(&self) -> MutexGuard<'_, Option<Copies>> {
+        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<fabric::SharedBuffer>> {
-        self.buffer.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Where the copy of a rank begins, and what keeps it mapped.
-    fn copy_of(&self, rank: usize) -> Result<(*mut u8, Mapped)> {
+    /// What `read` makes of the copies, in the process that made the buffer, for a rank that there is.
+    fn of_rank<T>(&self, rank: usize, read: impl FnOnce(&Copies) -> T) -> Result<T> {
         if rank >= self.world_size {
             let text = format!("rank {rank} is not below the world size {}", self.world_size);
             return Err(PyValueError::new_err(text).into());
         }
         self.process.check(|| "buffer".to_owned())?;
-        let buffer = self.lock();
-        let buffer = buffer.as_ref().ok_or_else(freed)?;
-        Ok((buffer.as_mut_ptr(rank), buffer.keep_mapped()))
+        Ok(self.lock().as_ref().map(read).ok_or_else(freed)?)
     }
 }
 
@@ -79,18 +116,27 @@ fn freed() -> PyErr {
 }
 
 #[pymethods]
-impl SharedBuffer {
-    #[doc = stub!("SharedBuffer.__len__")]
+impl SymmetricBuffer {
+    #[doc = stub!("SymmetricBuffer.__len__")]
     fn __len__(&self) -> usize {
         self.num_bytes
     }
 
-    #[doc = stub!("SharedBuffer.pointer")]
-    fn pointer(&self, rank: usize) -> Result<usize> {
-        Ok(self.copy_of(rank)?.0.addr())
+    #[doc = stub!("SymmetricBuffer.device")]
+    #[getter]
+    pub(crate) fn device(&self) -> Option<u32> {
+        self.device
     }
 
-    #[doc = stub!("SharedBuffer.memory")]
+    #[doc = stub!("SymmetricBuffer.pointer")]
+    fn pointer(&self, rank: usize) -> Result<u64> {
+        self.of_rank(rank, |copies| match copies {
+            Copies::Host(buffer) => buffer.as_mut_ptr(rank).addr() as u64,
+            Copies::Cuda(arena) => arena.pointer(rank).0,
+        })
+    }
+
+    #[doc = stub!("SymmetricBuffer.memory")]
     #[pyo3(signature = (dtype, shape = None, rank = None))]
     fn memory(&self, dtype: DTypeName, shape: Option<Vec<usize>>, rank: Option<usize>) -> Result<Memory> {
         let element = dtype.element()?;
@@ -103,12 +149,22 @@ impl SharedBuffer {
             let text = format!("shape {shape:?} of {element} does not fit {} bytes", self.num_bytes);
             return Err(PyValueError::new_err(text).into());
         }
-        let (data, mapped) = self.copy_of(rank.unwrap_or(self.rank))?;
+        let rank = rank.unwrap_or(self.rank);
+        let on_host = self.of_rank(rank, |copies| match copies {
+            Copies::Host(buffer) => Some((buffer.as_mut_ptr(rank), buffer.keep_mapped())),
+            Copies::Cuda(_) => None,
+        })?;
+        let (data, mapped) = on_host.ok_or_else(|| {
+            let text = format!("{} is not on the host: use its pointer({rank})", self.__repr__());
+            PyValueError::new_err(text)
+        })?;
         Ok(Memory { data, mapped, element, shape })
     }
 
     fn __repr__(&self) -> String {
-        format!("<antiphon.SharedBuffer: {} bytes on each of {} ranks>", self.num_bytes, self.world_size)
+        let Self { num_bytes, world_size, .. } = self;
+        let place = self.device.map(|device| format!("cuda:{device} and on ")).unwrap_or_default();
+        format!("<antiphon.SymmetricBuffer: {num_bytes} bytes on {place}each of {world_size} ranks>")
     }
 }
 
