@@ -10,7 +10,7 @@
     scripts/mutants.py --passed                    begins with the mutants, as all tests have passed without one before
 
 The emulator's NVRTC changes the text (crates/emulator/src/mutant.rs), so nothing is rebuilt: the test programs are those of
-`make emulated`, in the environment that it sets. Without a mutant all of the tests must pass first; mutants of a family whose tests do not
+`make emulated` or of a bundle, in the environment that `make emulated` sets. Without a mutant all of the tests must pass first; mutants of a family whose tests do not
 are not begun.
 """
 
@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from programs import ROOT, Program, find
+
 sys.path.append(str(ROOT / "benches"))
 
 import record  # noqa: E402
@@ -169,19 +169,7 @@ def marker(file: Path) -> str:
     return file.name
 
 
-def programs() -> dict[str, str]:
-    """The test program of each package, which Cargo has built."""
-    # As `make emulated` does, so that nothing is built with other features.
-    command = ["cargo", "test", "--workspace", "--all-features", "--test", "cuda", "--no-run", "--message-format", "json"]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    found = {}
-    for message in map(json.loads, output.splitlines()):
-        if message.get("executable") and message["target"]["name"] == "cuda":
-            found[Path(message["manifest_path"]).parent.name] = message["executable"]
-    return found
-
-
-def run(program: str, tests: list[str], capability: str, mutant: str, limit: float) -> tuple[str, float, str]:
+def run(program: Program, tests: list[str], capability: str, mutant: str, limit: float) -> tuple[str, float, str]:
     """The outcome, the seconds and the report, of one test after the other up to the first that fails."""
     seconds = 0.0
     for test in tests:
@@ -192,23 +180,17 @@ def run(program: str, tests: list[str], capability: str, mutant: str, limit: flo
     return "survives", seconds, ""
 
 
-def run_one(program: str, test: str, capability: str, mutant: str, limit: float) -> tuple[str, float, str]:
+def run_one(program: Program, test: str, capability: str, mutant: str, limit: float) -> tuple[str, float, str]:
     """The same of one test. What hangs is not counted as caught: a machine that is busy is slow, too."""
     # With a seed stores come late, so that a value shows what no race does.
     variables = {"RACES": "first", "MUTANT": mutant, "CAPABILITY": capability}
     environment = {"ANTIPHON_EMULATOR_SEED": "1"} | os.environ | {f"ANTIPHON_EMULATOR_{name}": value for name, value in variables.items()}
-    start = time.monotonic()
-    try:
-        done = subprocess.run(
-            [program, "--test-threads", "1", "--exact", test], env=environment, capture_output=True, text=True, timeout=limit
-        )
-    except subprocess.TimeoutExpired:
-        return "hangs", time.monotonic() - start, ""
-    output = done.stdout + done.stderr
-    race = re.search(r"emulator: race.*?missing:[^\n]*", output, re.S)
-    is_late = "was not done after" in output
-    outcome = "survives" if done.returncode == 0 else "race" if race else "hangs" if is_late else "fails"
-    return outcome, time.monotonic() - start, race.group(0) if race else output[-400:] if done.returncode else ""
+    ended = program.run(test, environment, limit)
+    if ended.status in (None, 0):
+        return "hangs" if ended.status is None else "survives", ended.seconds, ""
+    race = re.search(r"emulator: race.*?missing:[^\n]*", ended.output, re.S)
+    outcome = "race" if race else "hangs" if "was not done after" in ended.output else "fails"
+    return outcome, ended.seconds, race.group(0) if race else ended.output[-400:]
 
 
 def explain(path: Path) -> int:
@@ -230,7 +212,6 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose change contains this")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="of one mutant")
-    parser.add_argument("--programs", type=json.loads, metavar="JSON", help="the test program of each package, already built")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other mutant begins")
     parser.add_argument("--record", type=Path, metavar="FILE")
     parser.add_argument("--again", type=Path, metavar="FILE", help="mutants that were not caught in a record")
@@ -252,7 +233,11 @@ def main() -> int:
     if arguments.list:
         print(*(mutant.change for mutant in chosen), sep="\n")
         return 0
-    built = arguments.programs or programs()
+    built = {program.crate: program for program in find(["cuda"])}
+    wanted = {(mutant.package, test) for mutant in chosen for test in mutant.tests}
+    # Libtest takes a name that no test has for a success.
+    if unknown := wanted - {(crate, test) for crate, program in built.items() for test in program.tests()}:
+        parser.error(f"there are no tests {unknown}")
     start = time.monotonic()
     limits: dict[tuple[str, ...], float] = {}
     is_right = True

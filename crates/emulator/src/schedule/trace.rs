@@ -368,15 +368,14 @@ unsafe extern "C" {
     fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
 }
 
-/// A record stays if the process fails.
+/// A record stays if the process fails, or is told to keep it.
 extern "C" fn exits(status: c_int, _: *mut c_void) {
-    if status != 0 {
+    if status != 0 || std::env::var_os("ANTIPHON_EMULATOR_KEEP").is_some() {
         return failed();
     }
     if let Ok(mut guard) = TRACE.try_lock()
         && let Some(trace) = &mut *guard
         && trace.file.take().is_some()
-        && std::env::var_os("ANTIPHON_EMULATOR_KEEP").is_none()
     {
         let _ = fs::remove_file(&trace.path);
     }
