@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON = $(VENV)/bin/python
 
-.PHONY: test rust python package wheel oldest loom emulator emulated emulated-all mutants soak fuzz-lowering lint doc deny bench gpu-bundle emulator-bundle
+.PHONY: test rust python package wheel oldest loom emulator emulated emulated-all mutants soak schedules fuzz-lowering lint doc deny bench gpu-bundle emulator-bundle
 
 # Everything that must pass, on any machine with a Rust toolchain and Python 3.10 or newer. At the end stands what ran and what was
 # skipped, by what the tests need. With EXPECT=tests/skipped/cpu.txt exactly those tests must have been skipped, and none of the
@@ -11,7 +11,7 @@ SKIPPED = $(abspath $(or $(CARGO_TARGET_DIR),target))/skipped
 test:
 	rm -f $(SKIPPED) $(SKIPPED)-emulated
 	$(MAKE) ANTIPHON_SKIPPED=$(SKIPPED) loom rust package python
-	$(MAKE) ANTIPHON_SKIPPED=$(SKIPPED)-emulated emulated
+	$(MAKE) ANTIPHON_SKIPPED=$(SKIPPED)-emulated emulated schedules
 	@echo "The emulated tests:"
 	@python3 scripts/skipped.py $(SKIPPED)-emulated $(if $(EXPECT),--within tests/skipped/emulator.txt)
 	@echo "The others:"
@@ -82,6 +82,12 @@ SOAKED = $(SOME) --skip replays_that_overlap --skip passes_a_call
 soak: emulator
 	$(EMULATED) python3 scripts/emulated.py soak $(EMULATOR)/soak $(if $(PROFILE),--release) $(SOAK) -- $(SOAKED)
 
+# A test of calls and graphs, one of rings and one of plans, each with a schedule that is always the same and with one of the commit. Two minutes.
+SCHEDULED = --exact order::a_capture_between_eager_calls_leaves_their_order_on_2_gpus rings::wrapped_rings_end_on_2_gpus inputs_are_those_of_their_streams_on_2
+OF_COMMIT = $(shell echo $$((0x0$$(git rev-parse --short=7 HEAD 2>/dev/null))))
+schedules: emulator
+	$(EMULATED) ANTIPHON_EMULATOR_MULTIPROCESSORS=8 python3 scripts/emulated.py soak $(EMULATOR)/schedules --schedules --jobs 2 --seeds 1 $(OF_COMMIT) -- $(SCHEDULED)
+
 # Every GPU test, and afterwards whether those that were skipped are the known ones. An hour.
 emulated-all: emulator $(VENV)/installed
 	$(PYTHON) -m maturin develop --quiet
@@ -94,7 +100,7 @@ emulator-bundle: export CARGO_PROFILE_RELEASE_CODEGEN_UNITS = 1
 emulator-bundle: emulator $(VENV)/installed
 	PYTHON=$(abspath $(PYTHON)) EMULATOR="$(EMULATOR)" EMULATED="$(EMULATED)" UCX="$(EMULATED_UCX)" SOAKED="$(SOAKED)" scripts/emulator-bundle/build.sh
 else
-emulated emulated-all mutants soak emulator-bundle:
+emulated emulated-all mutants soak schedules emulator-bundle:
 	$(call not_run,emulator,$(strip $(NO_EMULATOR)))
 endif
 
