@@ -157,8 +157,9 @@ impl Trace {
     /// Whether this is next, if it is a repetition; what is in its place if not.
     fn comes(&mut self, does: Did, what: &str) -> Option<Result<(), String>> {
         let replay = self.replay.as_mut()?;
-        while let Some((_, of, count)) = replay.host.pop_front_if(|(did, ..)| *did == Did::Busy) {
-            *replay.not_done.entry(of).or_default() += count;
+        while let Some((Did::Busy, of, count)) = replay.host.front() {
+            *replay.not_done.entry(of.clone()).or_default() += count;
+            replay.host.pop_front();
         }
         let (did, of, _) = replay.host.front()?;
         Some(if (*did, &**of) == (does, what) { Ok(()) } else { Err(format!("{did:?} {of}")) })
