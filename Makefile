@@ -86,7 +86,7 @@ soak: emulator
 SCHEDULED = --exact order::a_capture_between_eager_calls_leaves_their_order_on_2_gpus rings::wrapped_rings_end_on_2_gpus inputs_are_those_of_their_streams_on_2
 OF_COMMIT = $(shell echo $$((0x0$$(git rev-parse --short=7 HEAD 2>/dev/null))))
 schedules: emulator
-	$(EMULATED) ANTIPHON_EMULATOR_MULTIPROCESSORS=8 python3 scripts/emulated.py soak $(EMULATOR)/schedules --schedules --jobs 2 --seeds 1 $(OF_COMMIT) -- $(SCHEDULED)
+	$(EMULATED) ANTIPHON_EMULATOR_MULTIPROCESSORS=8 python3 scripts/emulated.py soak $(EMULATOR)/schedules $(if $(PROFILE),--release) --schedules --jobs 2 --seeds 1 $(OF_COMMIT) -- $(SCHEDULED)
 
 # Every GPU test, and afterwards whether those that were skipped are the known ones. An hour.
 emulated-all: emulator $(VENV)/installed
