@@ -201,9 +201,8 @@ def run_one(program: Program, test: str, capability: str, mutant: str, limit: fl
     ended = program.run(test, environment, limit)
     if ended.status in (None, 0):
         return "hangs" if ended.status is None else "survives", ended.seconds, ""
-    race = re.search(r"emulator: race.*?missing:[^\n]*", ended.output, re.S)
-    outcome = "race" if race else "hangs" if "was not done after" in ended.output else "fails"
-    return outcome, ended.seconds, race.group(0) if race else ended.output[-400:]
+    outcome = "race" if ended.race() else "hangs" if "was not done after" in ended.output else "fails"
+    return outcome, ended.seconds, ended.race() or ended.output[-400:]
 
 
 def explain(path: Path) -> int:

@@ -7,6 +7,7 @@
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,11 @@ class Ended:
     status: int | None
     seconds: float
     output: str
+
+    def race(self) -> str:
+        """The emulator's report of a race, if there is one."""
+        found = re.search(r"emulator: race.*?missing:[^\n]*", self.output, re.S)
+        return found[0] if found else ""
 
 
 def run(command: Sequence[str | Path], environment: Mapping[str, str], limit: float, folder: Path = ROOT) -> Ended:

@@ -93,6 +93,17 @@ def test_a_soak_counts_calls_and_has_each_report_with_its_seed(bundle: Path) -> 
     assert "missing: a fence" in record["reports"][0]["report"]
 
 
+def test_a_soak_ends_in_time(bundle: Path) -> None:
+    results = bundle / "results"
+    program = bundle / "programs" / "fabric-cuda"
+    program.write_text(PROGRAM.replace("works)", "works) [ $ANTIPHON_EMULATOR_SEED = 1 ] || sleep 100"))
+    ran = emulated(bundle, "soak", results, "--jobs", 1, "--seconds", 2, "--", "works")
+    record = json.loads((results / "soak.json").read_text())
+    assert (ran.returncode, record["ends"], record["failures"]) == (0, {"ok": 1, "cut short by the end": 1}, []), ran.stdout
+    # The record goes to others, whom this machine's folders do not concern.
+    assert record["command"].startswith("python scripts/emulated.py soak results ")
+
+
 def test_a_repetition_is_the_same_or_an_error(bundle: Path) -> None:
     trace = bundle / "trace"
     ran = emulated(bundle, "record", trace, "fabric-cuda::works", "--first-seed", 7)
