@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON = $(VENV)/bin/python
 
-.PHONY: test rust python package wheel oldest loom emulator emulated emulated-all mutants soak fuzz-lowering lint doc deny bench gpu-bundle
+.PHONY: test rust python package wheel oldest loom emulator emulated emulated-all mutants soak schedules fuzz-lowering lint doc deny bench gpu-bundle emulator-bundle
 
 # Everything that must pass, on any machine with a Rust toolchain and Python 3.10 or newer. At the end stands what ran and what was
 # skipped, by what the tests need. With EXPECT=tests/skipped/cpu.txt exactly those tests must have been skipped, and none of the
@@ -11,7 +11,7 @@ SKIPPED = $(abspath $(or $(CARGO_TARGET_DIR),target))/skipped
 test:
 	rm -f $(SKIPPED) $(SKIPPED)-emulated
 	$(MAKE) ANTIPHON_SKIPPED=$(SKIPPED) loom rust package python
-	$(MAKE) ANTIPHON_SKIPPED=$(SKIPPED)-emulated emulated
+	$(MAKE) ANTIPHON_SKIPPED=$(SKIPPED)-emulated emulated schedules
 	@echo "The emulated tests:"
 	@python3 scripts/skipped.py $(SKIPPED)-emulated $(if $(EXPECT),--within tests/skipped/emulator.txt)
 	@echo "The others:"
@@ -42,9 +42,11 @@ PROFILE ?=
 # Found without an environment, which has the real NCCL as well.
 EMULATED_UCX = $(firstword $(wildcard $(abspath $(VENV))/lib/python3*/site-packages/libucx/lib))
 EMULATED = ANTIPHON_EMULATOR_GPUS=8 LD_LIBRARY_PATH=$(EMULATOR) ANTIPHON_NVRTC=$(EMULATOR) ANTIPHON_NVJITLINK=$(EMULATOR) ANTIPHON_NVSHMEM=$(EMULATOR) ANTIPHON_UCX=$(EMULATED_UCX) ANTIPHON_CACHE_DIR=$(EMULATOR)/cache
-TESTS = --workspace --all-features --test cuda --test cuda_warm -- --test-threads 1 reductions on_1_gpus beside_on_2 \
+# Words of libtest: some tests of each family.
+SOME = reductions on_1_gpus beside_on_2 \
 	order:: orders:: opened:: closed:: handed_out:: experts:: room:: late_block as_a_whole fuse_different failures:: refused:: wrapped_rings many_experts many_tokens region_of_two \
 	all_reduces_have_the_hosts_bits_on_2 every_operation_has_the_hosts_bits replay_between_eager_calls_on_2 of_each_kind_are_right_on_2 free_behind_a_call_on_2 different_places captured_in_one_go rails:: nodes_of_1_and_1 no_host_waits parts_on_1_gpus takes_nothing --skip have_room_on_8 --skip without_memory_on_8 --skip 100_ms_on_8
+TESTS = --workspace --all-features --test cuda --test cuda_warm -- --test-threads 1 $(SOME)
 # Of the behaviours of mixtures of experts.
 BEHAVIOURS = gpus::every_form::world_2 gpus::every_format::world_2 gpus::by_expert_forms::world_2 gpus::by_expert_scales gpus::many_tokens \
 	gpus::slots_and_sums::world_2 gpus::capacities::world_2 gpus::arguments_that_make_no_sense
@@ -72,28 +74,33 @@ endif
 mutants: emulator
 	$(EMULATED) ANTIPHON_EMULATOR_MULTIPROCESSORS=24 python3 scripts/mutants.py $(MUTANTS)
 
-# The emulated tests, up to the first race, in other orders of threads for each seed: `make soak SEEDS="$$(seq 100)"` for hours. The tests of
-# launches that overlap race on purpose. With SOAK=ANTIPHON_EMULATOR_SCHEDULE each seed is a schedule, and a failure names the record that repeats
+# The emulated tests, up to the first race, in other orders of threads for each seed: `make soak SOAK="--seconds 36000"` for hours. The tests of
+# launches that overlap race on purpose. With --schedules each seed is a schedule, and a failure names the record that repeats
 # it; some tests take many times as long then.
-SOAK ?= ANTIPHON_EMULATOR_SEED
-SEEDS ?= 1 2 3 4
+SOAK ?= --seeds 1 2 3 4
+SOAKED = $(SOME) --skip replays_that_overlap --skip passes_a_call
 soak: emulator
-	for seed in $(SEEDS); do \
-		echo "seed $$seed" && $(SOAK)=$$seed ANTIPHON_EMULATOR_RACES=first $(EMULATED) cargo test $(PROFILE) $(TESTS) --skip replays_that_overlap --skip passes_a_call || exit 1; \
-	done
+	$(EMULATED) python3 scripts/emulated.py soak $(EMULATOR)/soak $(if $(PROFILE),--release) $(SOAK) -- $(SOAKED)
+
+# A test of calls and graphs, one of rings and one of plans, each with a schedule that is always the same and with one of the commit. Two minutes.
+SCHEDULED = --exact order::a_capture_between_eager_calls_leaves_their_order_on_2_gpus rings::wrapped_rings_end_on_2_gpus inputs_are_those_of_their_streams_on_2
+OF_COMMIT = $(shell echo $$((0x0$$(git rev-parse --short=7 HEAD 2>/dev/null))))
+schedules: emulator
+	$(EMULATED) ANTIPHON_EMULATOR_MULTIPROCESSORS=8 python3 scripts/emulated.py soak $(EMULATOR)/schedules $(if $(PROFILE),--release) --schedules --jobs 2 --seeds 1 $(OF_COMMIT) -- $(SCHEDULED)
 
 # Every GPU test, and afterwards whether those that were skipped are the known ones. An hour.
 emulated-all: emulator $(VENV)/installed
-	rm -f $(SKIPPED)-emulated-all
-	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test $(PROFILE) --no-fail-fast \
-		-p antiphon-device -p antiphon-fabric -p antiphon-collectives -p antiphon-moe -p antiphon-executor -p antiphon-session --test cuda --test cuda_warm -- --test-threads 1
-	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test $(PROFILE) -p antiphon-collectives -p antiphon-moe --test conformance -- --test-threads 1 gpus::
-	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) cargo test $(PROFILE) -p antiphon-cli --test plan -- between_gpus
 	$(PYTHON) -m maturin develop --quiet
-	ANTIPHON_SKIPPED=$(SKIPPED)-emulated-all $(EMULATED) $(PYTHON) -m pytest -m cuda
-	python3 scripts/skipped.py $(SKIPPED)-emulated-all --expect tests/skipped/emulator.txt
+	$(EMULATED) $(PYTHON) scripts/emulated.py tests $(EMULATOR)/all $(if $(PROFILE),--release) $(ALL)
+	python3 scripts/skipped.py $(EMULATOR)/all/skipped --expect tests/skipped/emulator.txt
+
+# All that a machine with g++, without Rust or network, needs for the three: see CONTRIBUTING.md.
+emulator-bundle: PROFILE = --release
+emulator-bundle: export CARGO_PROFILE_RELEASE_CODEGEN_UNITS = 1
+emulator-bundle: emulator $(VENV)/installed
+	PYTHON=$(abspath $(PYTHON)) EMULATOR="$(EMULATOR)" EMULATED="$(EMULATED)" UCX="$(EMULATED_UCX)" SOAKED="$(SOAKED)" scripts/emulator-bundle/build.sh
 else
-emulated emulated-all mutants soak:
+emulated emulated-all mutants soak schedules emulator-bundle:
 	$(call not_run,emulator,$(strip $(NO_EMULATOR)))
 endif
 

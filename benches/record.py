@@ -66,10 +66,11 @@ def command(words: list[str]) -> str:
 
 
 def facts(words: list[str] | None = None) -> dict[str, Any]:
-    """The facts of a record; without words the command is this process's own."""
+    """The facts of a record; without words the command is this process's own, with the names of files where their paths are the machine's."""
     if words is None:
         script = Path(sys.argv[0]).resolve()
-        words = ["python", str(script.relative_to(HERE.parent) if HERE.parent in script.parents else script), *sys.argv[1:]]
+        given = (Path(word).name if word.startswith("/") else word for word in sys.argv[1:])
+        words = ["python", str(script.relative_to(HERE.parent) if HERE.parent in script.parents else script), *given]
     found = dict(zip(FACTS, (command(words), machine(), commit(), date.today().isoformat()), strict=True))
     return found | {"load": round(os.getloadavg()[0], 1)}
 

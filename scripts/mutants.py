@@ -10,16 +10,16 @@
     scripts/mutants.py --passed                    begins with the mutants, as all tests have passed without one before
 
 The emulator's NVRTC changes the text (crates/emulator/src/mutant.rs), so nothing is rebuilt: the test programs are those of
-`make emulated`, in the environment that it sets. Without a mutant all of the tests must pass first; mutants of a family whose tests do not
+`make emulated` or of a bundle, in the environment that `make emulated` sets. Without a mutant all of the tests must pass first; mutants of a family whose tests do not
 are not begun.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from programs import ROOT, Program, find
+
 sys.path.append(str(ROOT / "benches"))
 
 import record  # noqa: E402
@@ -35,10 +36,12 @@ import record  # noqa: E402
 CHANGES = [
     ("acquire", r"ld_acquire_sys\(", "ld_acquire_sys(", "ld_relaxed_sys("),
     ("acquire", r"ld_acquire_gpu\(", "ld_acquire_gpu(", "ld_relaxed_sys("),
+    ("acquire", r"(?<!u32 )ld_acquire_block\(", "ld_acquire_block(", "ld_relaxed_sys("),
     ("acquire", r"ld\.acquire\.cta", "ld.acquire.cta", "ld.relaxed.cta"),
     ("release", r"st_release_sys\(", "st_release_sys(", "st_relaxed_sys("),
     ("release", r"red_add_release_sys\(", "red_add_release_sys(", "red_add_relaxed_sys("),
     ("release", r"atom_add_acq_rel_gpu\(", "atom_add_acq_rel_gpu(", "atomicAdd("),
+    ("release", r"(?<!void )st_release_block\(", "st_release_block(", "st_relaxed_sys("),
     ("release", r"st\.release\.cta", "st.release.cta", "st.relaxed.cta"),
     ("scope", r"ld_acquire_sys\(", "ld_acquire_sys(", "ld_acquire_gpu("),
     ("scope", r"\bfence_sys\(\);", "fence_sys()", "fence_gpu()"),
@@ -74,9 +77,19 @@ REGISTERED = [
     "registered::symmetric_memory_is_reduced_in_place_and_out_of_it",
     "repeated::registered_sums_of_the_same_memory_follow_each_other_on_2_gpus",
 ]
+PLANS = ["graphs::graphs_replay_between_eager_calls_on_2", "back_to_back::rows_of_calls_have_the_hosts_bits_on_2"]
 FAMILIES = [
     ("fabric/src/gpu/*", "collectives", ["fusion::rows_of_one_vector", OPERATIONS, "faults::a_rank_that_leaves_is_named_long_before_the_deadline"]),
     ("collectives/src/fusion/gpu/*", "collectives", ["fusion::what_blocks_keep_serves_several_rows_on_2_gpus", *FUSED]),
+    (
+        "collectives/src/mixed/rails/*",
+        "collectives",
+        [
+            "nodes::calls_have_the_hosts_bits_on_nodes_of_1_and_1",
+            "nodes::calls_have_the_hosts_bits_on_nodes_of_2_and_2",
+            "nodes::calls_that_no_host_waits_for_have_the_hosts_bits",
+        ],
+    ),
     ("collectives/src/mixed/*", "collectives", MIXED),
     (
         "collectives/src/gather_scatter/blocks/*",
@@ -91,21 +104,20 @@ FAMILIES = [
     ),
     ("collectives/src/gather_scatter/**/*", "collectives", [OPERATIONS, "orders::a_receive_delays_no_send_on_2_gpus"]),
     ("collectives/src/all_reduce/*", "collectives", REGISTERED),
-    ("moe/src/by_token/[pr]*", "moe", MANY + ROWS + BY_EXPERT),
-    ("moe/src/by_token/*", "moe", [GRAPH, *ROWS]),
-    ("moe/src/by_expert/kernels/list.cuh", "moe", [BY_EXPERT_GRAPH, "by_expert::by_expert_choices_are_listed_in_turns_on_2_gpus"]),
+    ("moe/src/by_token/kernels/[pr]*", "moe", MANY + ROWS + BY_EXPERT),
+    ("moe/src/by_token/kernels/*", "moe", [GRAPH, *ROWS]),
+    ("moe/src/by_expert/kernels/list", "moe", [BY_EXPERT_GRAPH, "by_expert::by_expert_choices_are_listed_in_turns_on_2_gpus"]),
     ("moe/src/by_expert/**/*", "moe", MANY + BY_EXPERT),
     ("moe/src/slots/*", "moe", ["orders::slot_calls_keep_their_order_around_captures_on_2_gpus"]),
     ("moe/src/layout/*", "moe", [GRAPH, ORDERS]),
-    ("executor/src/cuda/compiled.cuh", "executor", ["compiled::plans_of_each_kind_are_right_on_2", "graphs::graphs_replay_between_eager_calls_on_2"]),
-    (
-        "executor/src/cuda/*",
-        "executor",
-        ["every_operation_has_the_hosts_bits_on_3", "graphs::graphs_replay_between_eager_calls_on_2", "inputs_are_those_of_their_streams_on_2"],
-    ),
+    ("executor/src/cuda/compiled", "executor", ["compiled::plans_of_each_kind_are_right_on_2", *PLANS]),
+    ("executor/src/cuda/*", "executor", ["every_operation_has_the_hosts_bits_on_3", *PLANS, "inputs_are_those_of_their_streams_on_2"]),
 ]
 """Of kernels, by the first of these patterns that has their file: the package and the tests that run them. The form by expert has the rings and
 the pipeline of the form by token."""
+
+PACKAGES = sorted({package for _, package, _ in FAMILIES} | {"fabric"})
+"""Those whose kernels all have a family."""
 
 BULK, NO_BULK = "9.0", "8.0"
 """Compute capabilities with bulk copies and without."""
@@ -130,11 +142,10 @@ class Mutant:
 
 def mutants() -> list[Mutant]:
     found = []
-    seen = set()
+    seen: set[Path] = set()
     for pattern, package, tests in FAMILIES:
         for file in sorted(set((ROOT / "crates").glob(pattern + ".cuh")) - seen):
             seen.add(file)
-            name = marker(file)
             capability = BULK
             for number, line in enumerate(file.read_text().splitlines(), 1):
                 if line.startswith(("#if", "#else", "#endif")):
@@ -143,7 +154,10 @@ def mutants() -> list[Mutant]:
                 code = line.split("//")[0]
                 for kind, place, old, new in CHANGES:
                     for text in dict.fromkeys(match.group(0) for match in re.finditer(place, code)):
-                        found.append(Mutant(kind, f"{name}:{number}:{old or text}=>{new}", package, tests, capability))
+                        found.append(Mutant(kind, f"{marker(file)}:{number}:{old or text}=>{new}", package, tests, capability))
+    kernels = {file for package in PACKAGES for file in (ROOT / "crates" / package / "src").rglob("*.cuh")}
+    if left := kernels - seen:
+        raise SystemExit(f"no pattern of FAMILIES has {sorted(str(file.relative_to(ROOT)) for file in left)}")
     return found
 
 
@@ -155,33 +169,20 @@ def results_of(row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in ("outcome", "seconds", "report") if name in row}
 
 
+@functools.cache
 def marker(file: Path) -> str:
-    """The name under which a program includes the file, which its source says."""
-    for source in file.parent.glob("*.rs"):
+    """The name under which a program includes the file, which its source says: beside the text, or as that of a family whose source it is."""
+    for source in (ROOT / "crates" / file.relative_to(ROOT / "crates").parts[0]).rglob("src/**/*.rs"):
         text = source.read_text()
-        for name, path in re.findall(r'"([^"]+\.cuh)",\s*(?:text:\s*)?include_str!\("([^"]+)"\)', text):
-            if path == file.name:
-                return name
-    for source in file.parent.parent.rglob("*.rs"):
-        for name, path in re.findall(r'"([^"]+\.cuh)",\s*(?:text:\s*)?include_str!\(\s*"([^"]+)"', source.read_text()):
-            if path.endswith(file.name) and name.endswith(file.name):
-                return name
-    return file.name
+        for name, path in re.findall(r'"([^"]+\.cuh)",\s*(?:text:\s*)?include_str!\(\s*"([^"]+)"', text):
+            if (source.parent / path).resolve() == file:
+                return str(name)
+        if source.parent == file.parent and f'unwrap_or(include_str!("{file.name}"))' in text and (name := re.search(r'NAME: &\'static str = "([^"]+)"', text)):
+            return name[1]
+    raise SystemExit(f"no program includes {file.relative_to(ROOT)}")
 
 
-def programs() -> dict[str, str]:
-    """The test program of each package, which Cargo has built."""
-    # As `make emulated` does, so that nothing is built with other features.
-    command = ["cargo", "test", "--workspace", "--all-features", "--test", "cuda", "--no-run", "--message-format", "json"]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    found = {}
-    for message in map(json.loads, output.splitlines()):
-        if message.get("executable") and message["target"]["name"] == "cuda":
-            found[Path(message["manifest_path"]).parent.name] = message["executable"]
-    return found
-
-
-def run(program: str, tests: list[str], capability: str, mutant: str, limit: float) -> tuple[str, float, str]:
+def run(program: Program, tests: list[str], capability: str, mutant: str, limit: float) -> tuple[str, float, str]:
     """The outcome, the seconds and the report, of one test after the other up to the first that fails."""
     seconds = 0.0
     for test in tests:
@@ -192,23 +193,16 @@ def run(program: str, tests: list[str], capability: str, mutant: str, limit: flo
     return "survives", seconds, ""
 
 
-def run_one(program: str, test: str, capability: str, mutant: str, limit: float) -> tuple[str, float, str]:
+def run_one(program: Program, test: str, capability: str, mutant: str, limit: float) -> tuple[str, float, str]:
     """The same of one test. What hangs is not counted as caught: a machine that is busy is slow, too."""
     # With a seed stores come late, so that a value shows what no race does.
     variables = {"RACES": "first", "MUTANT": mutant, "CAPABILITY": capability}
     environment = {"ANTIPHON_EMULATOR_SEED": "1"} | os.environ | {f"ANTIPHON_EMULATOR_{name}": value for name, value in variables.items()}
-    start = time.monotonic()
-    try:
-        done = subprocess.run(
-            [program, "--test-threads", "1", "--exact", test], env=environment, capture_output=True, text=True, timeout=limit
-        )
-    except subprocess.TimeoutExpired:
-        return "hangs", time.monotonic() - start, ""
-    output = done.stdout + done.stderr
-    race = re.search(r"emulator: race.*?missing:[^\n]*", output, re.S)
-    is_late = "was not done after" in output
-    outcome = "survives" if done.returncode == 0 else "race" if race else "hangs" if is_late else "fails"
-    return outcome, time.monotonic() - start, race.group(0) if race else output[-400:] if done.returncode else ""
+    ended = program.run(test, environment, limit)
+    if ended.status in (None, 0):
+        return "hangs" if ended.status is None else "survives", ended.seconds, ""
+    outcome = "race" if ended.race() else "hangs" if "was not done after" in ended.output else "fails"
+    return outcome, ended.seconds, ended.race() or ended.output[-400:]
 
 
 def explain(path: Path) -> int:
@@ -230,7 +224,6 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="mutants whose change contains this")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="of one mutant")
-    parser.add_argument("--programs", type=json.loads, metavar="JSON", help="the test program of each package, already built")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no other mutant begins")
     parser.add_argument("--record", type=Path, metavar="FILE")
     parser.add_argument("--again", type=Path, metavar="FILE", help="mutants that were not caught in a record")
@@ -252,7 +245,11 @@ def main() -> int:
     if arguments.list:
         print(*(mutant.change for mutant in chosen), sep="\n")
         return 0
-    built = arguments.programs or programs()
+    built = {program.crate: program for program in find(["cuda"])}
+    wanted = {(mutant.package, test) for mutant in chosen for test in mutant.tests}
+    # Libtest takes a name that no test has for a success.
+    if unknown := wanted - {(crate, test) for crate, program in built.items() for test in program.tests()}:
+        parser.error(f"there are no tests {unknown}")
     start = time.monotonic()
     limits: dict[tuple[str, ...], float] = {}
     is_right = True

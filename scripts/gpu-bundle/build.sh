@@ -16,41 +16,25 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 target=${CARGO_TARGET_DIR:-target}
 bundle=$target/gpu-bundle
-limit_mib=64
+# shellcheck source=scripts/bundle/build.sh
+source scripts/bundle/build.sh
 
 rm -rf "$bundle"
 mkdir -p "$bundle"/{tests,examples,wheels,python/benches}
 
-# Smaller binaries: tests and examples instantiate the same generic code.
-export CARGO_PROFILE_RELEASE_CODEGEN_UNITS=1
-
 cargo build --release --package antiphon-cli
 cp "$target/release/antiphon" "$bundle/"
 
-# Cargo's messages tell where the binaries are, whose names end in a hash.
-binaries() {
-    "$python" -c '
-import json, pathlib, sys
+"$python" scripts/programs.py "$bundle/tests" cuda cuda_warm conformance
+# Cargo's messages tell where the examples are.
+cargo build --release --workspace --exclude antiphon-python --example 'cuda_*' --message-format json | "$python" -c '
+import json, shutil, sys
 for message in map(json.loads, sys.stdin):
-    if message.get("executable") and set(message["target"]["kind"]) & {"test", "example"}:
-        crate = pathlib.Path(message["manifest_path"]).parent.name
-        print(crate, message["target"]["name"], message["executable"])'
-}
-cargo test --release --workspace --exclude antiphon-python --test 'cuda*' --no-run --message-format json | binaries |
-    while read -r crate name file; do cp "$file" "$bundle/tests/$crate-$name"; done
-cargo test --release --package antiphon-collectives --package antiphon-moe --test conformance --no-run --message-format json | binaries |
-    while read -r crate name file; do cp "$file" "$bundle/tests/$crate-$name"; done
-cargo build --release --workspace --exclude antiphon-python --example 'cuda_*' --message-format json | binaries |
-    while read -r _ name file; do cp "$file" "$bundle/examples/$name"; done
+    if message.get("executable") and "example" in message["target"]["kind"]:
+        shutil.copy(message["executable"], sys.argv[1])' "$bundle/examples"
 strip "$bundle/antiphon" "$bundle"/tests/* "$bundle"/examples/*
 
-"$python" -m maturin build --quiet --release --strip --out "$bundle/wheels"
-# Kept beside the bundle, so that only the first build needs a network.
-wheels=$target/gpu-bundle-wheels
-if ! compgen -G "$wheels/pytest-*.whl" >/dev/null; then
-    "$python" -m pip download --quiet --disable-pip-version-check --only-binary :all: --dest "$wheels" pytest
-fi
-cp "$wheels"/*.whl "$bundle/wheels/"
+add_wheels
 
 # With what the tests read when they are collected.
 mkdir "$bundle/python/tests"
@@ -61,12 +45,4 @@ cp -r examples "$bundle/python/"
 cp benches/*.py "$bundle/python/benches/"
 cp scripts/gpu-bundle/run.sh scripts/skipped.py "$bundle/"
 cp -r tests/skipped "$bundle/"
-# The records of benchmarks tell this commit.
-"$python" -c 'import sys; sys.path.insert(0, "benches"); import record; print(record.commit())' >"$bundle/COMMIT"
-
-size_mib=$(($(tar --create --gzip --directory "$target" "$(basename "$bundle")" | wc --bytes) / 1048576 + 1))
-echo "$bundle: $size_mib MiB when it is packed, at most $limit_mib"
-if ((size_mib > limit_mib)); then
-    du --apparent-size --all --human-readable "$bundle" | sort -rh | head >&2
-    exit 1
-fi
+finish --gzip 64

@@ -50,17 +50,8 @@ gpus() { compgen -G '/dev/nvidia[0-9]*' | wc -l; }
 
 has_module() { python3 -c 'import importlib.util as u, sys; sys.exit(u.find_spec(sys.argv[1]) is None)' "$1" 2>/dev/null; }
 
-# The wheels, in a folder beside, so that nothing of the machine changes.
-install() {
-    local to=$here/installed
-    command -v python3 >/dev/null || { reason="no python3"; return 1; }
-    if [[ ! -d $to ]]; then
-        python3 -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target "$to.new" \
-            "$here"/wheels/*.whl >"$results/install.log" 2>&1 && mv "$to.new" "$to" ||
-            { reason="the wheel cannot be installed: see install.log"; return 1; }
-    fi
-    [[ :${PYTHONPATH:-}: == *:$to:* ]] || export PYTHONPATH=$to${PYTHONPATH:+:$PYTHONPATH}
-}
+# shellcheck source=scripts/bundle/install.sh
+source "$here/wheels/install.sh"
 
 # Antiphon itself looks where pip puts libraries, but only for the Python that stands in PATH as a plain file.
 hint() {
@@ -112,7 +103,7 @@ run_sanitizer() {
 }
 
 run_pytest() {
-    install || return 75
+    install "$results/install.log" || return 75
     has_module pytest || { reason="no pytest"; return 75; }
     cd "$here/python" || return
     # Only their files: the others may need what is not here.
@@ -135,7 +126,7 @@ run_example() {
 }
 
 run_bench() {
-    install || return 75
+    install "$results/install.log" || return 75
     ! of_gpus "$step" || (($(gpus) > 0)) || { reason="no GPU"; return 75; }
     cd "$here/python" || return
     PATH=$here:$PATH limited python3 "$file"

@@ -77,14 +77,14 @@ impl Folder {
 
     /// `antiphon plan …` in this folder, with what stands for Python.
     fn plan(&self, arguments: &str) -> Output {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_antiphon"));
+        let mut command = antiphon();
         command.current_dir(self.0.path()).arg("plan").args(arguments.split_whitespace());
         command.env("ANTIPHON_PYTHON", self.path("python")).output().unwrap()
     }
 
     /// `antiphon tune …` in this folder.
     fn tune(&self, arguments: &str) -> Output {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_antiphon"));
+        let mut command = antiphon();
         command.current_dir(self.0.path()).arg("tune").args(arguments.split_whitespace()).output().unwrap()
     }
 
@@ -94,6 +94,12 @@ impl Folder {
         assert!(output.status.success(), "{arguments}: {}", text(&output.stderr));
         text(&output.stdout)
     }
+}
+
+/// The command, which a bundle has in another place than Cargo: see scripts/emulated.py.
+fn antiphon() -> Command {
+    let built = env!("CARGO_BIN_EXE_antiphon").into();
+    Command::new(std::env::var_os("CARGO_BIN_EXE_antiphon").unwrap_or(built))
 }
 
 fn text(bytes: &[u8]) -> String {

@@ -9,7 +9,7 @@ use std::{
 
 use crate::{
     circle::Watch,
-    lock,
+    counts, lock,
     races::{
         self, grids, order,
         threads::{Block, ClusterOrder, Knowledge},
@@ -147,6 +147,7 @@ impl Prepared {
 impl Grid {
     /// Runs all blocks, and returns when they have ended.
     pub(crate) fn run(self: &Arc<Self>) {
+        counts::grid();
         let [x, y, z] = self.grid;
         let in_flight = Arc::new((Mutex::new(0u32), Condvar::new()));
         let size = self.cluster_size;

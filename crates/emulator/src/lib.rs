@@ -23,12 +23,14 @@
 //! | `ANTIPHON_EMULATOR_REPLAY` | a record of such a run, which is repeated |
 //! | `ANTIPHON_EMULATOR_RACES` | `first` or `all` races are reported: docs/design/emulator.md |
 //! | `ANTIPHON_EMULATOR_MUTANT` | `FILE:LINE:FROM=>TO` changes a line of the kernels, as `make mutants` does |
-//! | `ANTIPHON_EMULATOR_KEEP` | the compiled programs stay in the folder for temporary files |
+//! | `ANTIPHON_EMULATOR_KEEP` | the compiled programs stay in the folder for temporary files, and so does the record of a schedule, whose line is printed |
+//! | `ANTIPHON_EMULATOR_COUNTS` | a file, to which a process appends the number of its grids when it ends |
 
 #![allow(clippy::disallowed_types)] // not part of the library, nor of its models under loom
 #![allow(missing_docs, non_snake_case)] // the names and the documentation are CUDA's
 
 mod circle;
+mod counts;
 mod driver;
 mod event;
 mod execution;

@@ -145,9 +145,17 @@ pub fn program(name: &'static str) -> Option<()> {
     need(Need::Program(name), found)
 }
 
+/// The workspace's folder: that of the checkout, or what holds the same files for the tests of a bundle.
+///
+/// `scripts/emulated.py` sets the variable as Cargo does, for programs that were built in another place.
+pub fn workspace() -> PathBuf {
+    let package = std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    Path::new(&package).join("../..")
+}
+
 /// The packages of the workspace's virtual environment, if it is there.
 pub fn packages() -> Option<PathBuf> {
-    let lib = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv/lib");
+    let lib = workspace().join(".venv/lib");
     let python = std::fs::read_dir(lib).ok()?.flatten().map(|entry| entry.path().join("site-packages"));
     python.into_iter().find(|path| path.is_dir())
 }

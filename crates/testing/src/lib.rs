@@ -53,7 +53,7 @@ mod world;
 
 pub use found::{
     device_of, disassembler, gpus, gpus_for, is_emulated, link, nccl, nvjitlink, nvrtc, nvshmem, packages,
-    program, ranks_per_gpu, root, sized,
+    program, ranks_per_gpu, root, sized, workspace,
 };
 pub use kills::{VICTIMS, kill_each};
 pub use machines::Machines;

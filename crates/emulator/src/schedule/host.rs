@@ -63,6 +63,11 @@ pub(super) fn has_asked(is_asking: bool) {
     }
 }
 
+/// Whether this thread's last call asked, and heard that the work is not done.
+pub(super) fn asks() -> bool {
+    IS_ASKING.get()
+}
+
 /// The longest pause of a thread that asks again and again.
 const SHORT_NANOSECONDS: i64 = 1_000_000;
 

@@ -183,6 +183,20 @@ fn what_the_host_did_is_repeated() {
         assert!(again.status.success(), "{}", String::from_utf8_lossy(&again.stderr));
         assert_eq!(told(&again).0, schedule);
     }
+    // A thread that waits asks more often or less often than it did.
+    let text = std::fs::read_to_string(&record).unwrap();
+    assert!(text.contains("\nbusy event-"), "{text}");
+    for count in [1, 50] {
+        let other = |line: &str| match line.rsplit_once(' ') {
+            Some((asks, _)) if asks.starts_with("busy ") => format!("{asks} {count}\n"),
+            _ => format!("{line}\n"),
+        };
+        let file = folder.join("other.trace");
+        std::fs::write(&file, text.lines().map(other).collect::<String>()).unwrap();
+        let again = run(&folder, "host", "ANTIPHON_EMULATOR_REPLAY", &file);
+        assert!(again.status.success(), "{}", String::from_utf8_lossy(&again.stderr));
+        assert_eq!(told(&again).0, schedule, "with {count}");
+    }
     std::fs::remove_dir_all(folder).unwrap();
 }
 

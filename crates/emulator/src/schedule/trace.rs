@@ -10,7 +10,7 @@
 //! | `time STEP NANOSECONDS` | the clock has gone on although nobody did anything |
 
 use std::{
-    collections::VecDeque,
+    collections::{HashMap, VecDeque},
     ffi::{c_int, c_void},
     fs::{self, File},
     io::Write,
@@ -46,9 +46,13 @@ enum Came {
 }
 
 /// What a repetition has still to come.
+#[derive(Default)]
 struct Replay {
     host: VecDeque<(Did, String, u64)>,
     device: VecDeque<(u64, Came)>,
+    /// How often a thread has still to hear of something that it is not done. It learns nothing from that, and one that asks for some time asks
+    /// more or less often than before: so nobody waits for it, and what is left is forgotten when the thread goes on.
+    not_done: HashMap<String, u64>,
 }
 
 #[derive(Default)]
@@ -85,7 +89,7 @@ pub(super) fn seed_of(file: &str) -> Result<u64, String> {
 
 impl Replay {
     fn read(text: &str) -> Result<Self, String> {
-        let mut all = Self { host: VecDeque::new(), device: VecDeque::new() };
+        let mut all = Self::default();
         for line in text.lines().skip(1) {
             let words: Vec<&str> = line.split(' ').collect();
             let malformed = || format!("a line of no meaning: {line}");
@@ -150,20 +154,34 @@ impl Trace {
         CHANGED.notify_all();
     }
 
-    /// The next that the host did in the record, if it is a repetition that has not ended.
-    fn next(&mut self) -> Option<&mut (Did, String, u64)> {
-        self.replay.as_mut()?.host.front_mut()
+    /// Whether this is next, if it is a repetition; what is in its place if not.
+    fn comes(&mut self, does: Did, what: &str) -> Option<Result<(), String>> {
+        let replay = self.replay.as_mut()?;
+        while let Some((Did::Busy, of, count)) = replay.host.front() {
+            *replay.not_done.entry(of.clone()).or_default() += count;
+            replay.host.pop_front();
+        }
+        let (did, of, _) = replay.host.front()?;
+        Some(if (*did, &**of) == (does, what) { Ok(()) } else { Err(format!("{did:?} {of}")) })
     }
 
-    /// It has done that, once.
-    fn host_has_done_it(&mut self) {
-        if let Some(replay) = &mut self.replay
-            && let Some((_, _, count)) = replay.host.front_mut()
-        {
-            *count -= 1;
-            if *count == 0 {
-                replay.host.pop_front();
-            }
+    /// Whether a thread that asks hears that it is not done, as it did, or because it goes on asking.
+    fn is_not_done(&mut self, what: &str) -> bool {
+        let Some(next) = self.comes(Did::Join, what) else { return false };
+        let left = self.replay.as_mut().and_then(|replay| replay.not_done.get_mut(what));
+        match left.filter(|left| **left > 0) {
+            Some(left) => *left -= 1,
+            None => return next.is_err() && host::asks(),
+        }
+        true
+    }
+
+    /// That was done.
+    fn host_has_done_it(&mut self, what: &str) {
+        if let Some(replay) = &mut self.replay {
+            replay.host.pop_front();
+            replay.not_done.remove(what);
+            replay.not_done.remove(&format!("event-{what}"));
         }
         CHANGED.notify_all();
     }
@@ -187,36 +205,29 @@ fn wait(guard: Guard, limit: Duration) -> (Guard, bool) {
     (guard, waited.timed_out())
 }
 
-/// Waits in a repetition until a thread of the host does the next thing of the record; so threads are in the same order.
-fn pass(mut guard: Guard, does: &[Did], what: &str) -> (Guard, Option<Did>) {
-    loop {
-        let left = match trace(&mut guard).next() {
-            None => return (guard, None),
-            Some((did, of, _)) if does.contains(did) && of == what => {
-                let did = *did;
-                return (guard, Some(did));
-            }
-            Some((did, of, _)) => {
-                (format!("{did:?} {of}"), trace(&mut guard).replay.as_ref().map_or(0, |of| of.host.len()))
-            }
-        };
+/// Waits in a repetition until this is the next thing of the record; so threads are in the same order.
+fn pass(mut guard: Guard, does: Did, what: &str) -> Guard {
+    while let Some(Err(other)) = trace(&mut guard).comes(does, what) {
+        let left = |trace: &Trace| trace.replay.as_ref().map(|replay| replay.host.len());
+        let before = left(trace(&mut guard));
         let (now, is_late) = wait(guard, PATIENCE);
         guard = now;
         let trace = trace(&mut guard);
-        if is_late && trace.replay.as_ref().is_some_and(|replay| replay.host.len() == left.1) {
-            trace.diverges(&format!("{:?} {what} in place of {}", does[0], left.0));
+        if is_late && left(trace) == before {
+            trace.diverges(&format!("{does:?} {what} in place of {other}"));
         }
     }
+    guard
 }
 
 /// A thread of the host submits work to a stream, which the scheduler takes in later. `work` says what it does then.
 pub(crate) fn submit(stream: &str, work: impl FnOnce() -> Work) {
     host::has_asked(false);
     run::begin();
-    let (mut guard, _) = pass(lock(&TRACE), &[Did::Push], stream);
+    let mut guard = pass(lock(&TRACE), Did::Push, stream);
     let work = work();
     let trace = trace(&mut guard);
-    trace.host_has_done_it();
+    trace.host_has_done_it(stream);
     trace.write(&format!("push {stream}"));
     trace.inbox.push_back(work);
     HAS_WORK.store(true, Ordering::Relaxed);
@@ -229,25 +240,29 @@ pub(crate) fn joined(what: &str, learn: impl FnOnce()) {
         return learn();
     }
     host::has_asked(false);
-    let (mut guard, _) = pass(lock(&TRACE), &[Did::Join], what);
+    let mut guard = pass(lock(&TRACE), Did::Join, what);
     let trace = trace(&mut guard);
-    trace.host_has_done_it();
+    trace.host_has_done_it(what);
     trace.write(&format!("join {what}"));
     learn();
 }
 
 /// A thread of the host asks whether something is done, and learns what that has done. In a repetition it hears what it heard before.
 pub(crate) fn answer(what: &str, is_done: impl Fn() -> bool, learn: impl FnOnce()) -> bool {
-    let (mut guard, did) = pass(lock(&TRACE), &[Did::Join, Did::Busy], what);
-    let is_done_now = did.map_or_else(&is_done, |did| did == Did::Join);
+    let mut guard = lock(&TRACE);
+    let is_repetition = trace(&mut guard).comes(Did::Join, what).is_some();
+    let is_done_now = if is_repetition { !trace(&mut guard).is_not_done(what) } else { is_done() };
     if is_done_now {
+        guard = pass(guard, Did::Join, what);
         while !is_done() {
             drop(guard);
             thread::sleep(Duration::from_micros(100));
             guard = lock(&TRACE);
         }
         learn();
-        trace(&mut guard).write(&format!("join {what}"));
+        let trace = trace(&mut guard);
+        trace.host_has_done_it(what);
+        trace.write(&format!("join {what}"));
     } else if let Some((_, count)) = trace(&mut guard).busy.as_mut().filter(|(of, _)| of == what) {
         *count += 1;
     } else {
@@ -255,7 +270,6 @@ pub(crate) fn answer(what: &str, is_done: impl Fn() -> bool, learn: impl FnOnce(
         trace.write("");
         trace.busy = Some((what.to_owned(), 1));
     }
-    trace(&mut guard).host_has_done_it();
     drop(guard);
     host::has_asked(!is_done_now);
     is_done_now
@@ -368,15 +382,14 @@ unsafe extern "C" {
     fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
 }
 
-/// A record stays if the process fails.
+/// A record stays if the process fails, or is told to keep it.
 extern "C" fn exits(status: c_int, _: *mut c_void) {
-    if status != 0 {
+    if status != 0 || std::env::var_os("ANTIPHON_EMULATOR_KEEP").is_some() {
         return failed();
     }
     if let Ok(mut guard) = TRACE.try_lock()
         && let Some(trace) = &mut *guard
         && trace.file.take().is_some()
-        && std::env::var_os("ANTIPHON_EMULATOR_KEEP").is_none()
     {
         let _ = fs::remove_file(&trace.path);
     }

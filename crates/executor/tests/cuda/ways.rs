@@ -1,6 +1,6 @@
 //! Every way to execute a plan has the host's bits: forms, packets, and places of tensors. And the plans that MSCCL++ prints.
 
-use std::{fs, path::Path};
+use std::fs;
 
 use antiphon_executor::{
     PacketKind,
@@ -56,7 +56,7 @@ fn every_way_has_the_hosts_bits_on_4() {
 
 /// Those plans of MSCCL++'s own tests, each an operation or two, that are right by themselves for so many ranks.
 fn golden(ranks: usize) -> Vec<VerifiedPlan> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/mscclpp/plans");
+    let folder = antiphon_testing::workspace().join("tests/golden/mscclpp/plans");
     let mut files: Vec<_> = fs::read_dir(folder).unwrap().map(|file| file.unwrap().path()).collect();
     files.sort();
     let plans = files.iter().map(|path| Plan::from_json(&fs::read(path).unwrap()).unwrap());
