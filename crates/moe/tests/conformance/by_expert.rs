@@ -14,7 +14,7 @@ use crate::{
         floats, ragged,
         tensor::{add, element, value},
     },
-    forms::{SMALL, assert_adjoint},
+    forms::{SMALL, assert_adjoint, combinations},
     harness::{ByExpertFacts, MoeBackend, Result},
     refusals::{names, refused},
 };
@@ -219,20 +219,14 @@ impl<B: MoeBackend> Run<'_, B> {
 pub fn by_expert_forms<B: MoeBackend>(rank: &B) {
     let world = rank.world_size();
     let moe = &mut rank.opened(SMALL);
-    for tokens in [vec![0; world], vec![1; world], vec![17; world], ragged(world, 0), ragged(world, 3)] {
-        for choice in
-            [Choice::OneIn(3), Choice::AllTo(world - 1), Choice::Nobody, Choice::OneIn(1), Choice::InHalves]
-        {
-            for (local, pad_multiple) in [(4, Some(1)), (3, Some(16)), (1, Some(7)), (4, None), (1, None)] {
-                let case = ByExpertCase {
-                    tokens: tokens.clone(),
-                    choice,
-                    pad_multiple,
-                    ..ByExpertCase::new(world, local)
-                };
-                case.check(rank, moe);
-            }
-        }
+    let tokens = [vec![0; world], vec![1; world], vec![17; world], ragged(world, 0), ragged(world, 3)];
+    let choices =
+        [Choice::OneIn(3), Choice::AllTo(world - 1), Choice::Nobody, Choice::OneIn(1), Choice::InHalves];
+    let forms = [(4, Some(1)), (3, Some(16)), (1, Some(7)), (4, None), (1, None)];
+    for [i, j, k] in combinations([tokens.len(), choices.len(), forms.len()]) {
+        let (local, pad_multiple) = forms[k];
+        let case = ByExpertCase::new(world, local);
+        ByExpertCase { tokens: tokens[i].clone(), choice: choices[j], pad_multiple, ..case }.check(rank, moe);
     }
 }
 
