@@ -25,6 +25,19 @@ pub struct Mixed<'a> {
     pub gpus: CudaMixedHandler,
 }
 
+/// Elements of input and output of a call with blocks of `count` elements, or of as many as it says.
+pub fn lengths(layout: &MixedLayout, call: &MixedCall<'_>, count: usize) -> (usize, usize) {
+    let (own, all) = match call.counts {
+        Some(counts) => (counts[layout.dp_rank()], counts.iter().sum()),
+        None => (count, count * layout.dp_size()),
+    };
+    match call.op {
+        MixedOp::AllReduce => (count, count),
+        MixedOp::AllGather | MixedOp::AllReduceAllGather => (own, all),
+        MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce => (all, own),
+    }
+}
+
 impl<'a> Mixed<'a> {
     pub fn new(rank: &'a Rank, tp: usize) -> Outcome<Self> {
         let layout = MixedLayout::builder(rank.comm.world_size(), rank.comm.rank()).local_tp(tp).build()?;
@@ -34,16 +47,7 @@ impl<'a> Mixed<'a> {
 
     /// Elements of input and output.
     pub fn lengths(&self, call: &MixedCall<'_>, count: usize) -> (usize, usize) {
-        let (group, groups) = (self.host.layout().dp_rank(), self.host.layout().dp_size());
-        let (own, all) = match call.counts {
-            Some(counts) => (counts[group], counts.iter().sum()),
-            None => (count, count * groups),
-        };
-        match call.op {
-            MixedOp::AllReduce => (count, count),
-            MixedOp::AllGather | MixedOp::AllReduceAllGather => (own, all),
-            MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce => (all, own),
-        }
+        lengths(self.host.layout(), call, count)
     }
 
     pub fn queue(&self, call: MixedCall<'_>, from: At, to: At) -> Result<(), CollectiveError> {

@@ -11,7 +11,10 @@ use antiphon_tensor::{DType, Device, Element, TensorView, TensorViewMut, bf16, f
 use antiphon_testing::{World, pes, role, say, sized};
 use rustix::process::Signal;
 
-use crate::harness::{At, Outcome, Random, values};
+use crate::{
+    harness::{At, Outcome, Random, values},
+    mixed::lengths,
+};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 const NEAR: [(&str, &str); 1] = [("ANTIPHON_EMULATOR_REACH", "all")];
@@ -56,16 +59,7 @@ impl<'a> Mixed<'a> {
 
     /// Elements of input and output.
     fn lengths(&self, call: &MixedCall<'_>, count: usize) -> (usize, usize) {
-        let (group, groups) = (self.host.layout().dp_rank(), self.host.layout().dp_size());
-        let (own, all) = match call.counts {
-            Some(counts) => (counts[group], counts.iter().sum()),
-            None => (count, count * groups),
-        };
-        match call.op {
-            MixedOp::AllReduce => (count, count),
-            MixedOp::AllGather | MixedOp::AllReduceAllGather => (own, all),
-            MixedOp::ReduceScatter | MixedOp::ReduceScatterAllReduce => (all, own),
-        }
+        lengths(self.host.layout(), call, count)
     }
 
     fn inputs<T: Element>(&self, call: &MixedCall<'_>, count: usize, offset: usize) -> (Vec<T>, Vec<T>) {
