@@ -62,7 +62,8 @@ template <u32 PACKED, u32 STEPS> DEVICE bool begin_with_packets(block_steps& b, 
     return begin(b, publish, signal);
 }
 
-// Called where a block has nothing left to wait for, so it is certain to end: the kernel behind may start as soon as all blocks have come here.
+// Called where no thread of the block has anything left to wait for, so the block is certain to end: the kernel behind may start as soon as all
+// blocks have come here. The threads have met, as the first warp that comes counts for its block.
 [[maybe_unused]] DEVICE void release(const block_steps& b) { release_dependents(b.a); }
 
 // Does the steps of a shape. False if the block has ended before.

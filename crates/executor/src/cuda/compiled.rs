@@ -13,7 +13,7 @@
 //!   them ahead of all that can wait (`begin.cuh`). One that begins with relaxed signals has their fence there.
 //! * Up to 8 consecutive steps that move as many bytes each are done side by side: the proof lets operations between two meetings of the
 //!   threads be done in any order (`side_by_side.cuh`).
-//! * Where a block has nothing left to wait for, it lets the kernel behind start. When all blocks of a grid have come there, the grid ends
+//! * Where a block's threads have nothing left to wait for, they meet and let the kernel behind start. When all blocks of a grid have come there, the grid ends
 //!   whatever others do, so the kernel behind may take its room.
 //! * A reduction issues the loads of up to 8 sources before it uses the first, and a step with few sources those of several vectors. It
 //!   takes them in the order of the plan, and so has the interpreter's bits.

@@ -59,6 +59,19 @@ impl Writer<'_> {
         let waits = rest.iter().rposition(Node::waits).map_or(0, |last| last + 1);
         let (waiting, behind) = rest.split_at(waits);
         self.nodes(waiting);
+        // The first warp that releases counts for its block, so all have to be there.
+        let behind = match behind {
+            [Node::Once(meet), behind @ ..] if meet.kind == Kind::Meet => {
+                self.operation(meet);
+                behind
+            }
+            _ => {
+                if waits > 0 {
+                    self.line(format_args!("    if (!meet(b)) return false;"));
+                }
+                behind
+            }
+        };
         self.line(format_args!("    release(b);"));
         self.nodes(behind);
     }
@@ -217,7 +230,8 @@ mod tests {
     #[test]
     fn packets_of_several_steps_are_side_by_side() {
         let sum = "packets<OPERATOR_SUM, 1, 3, 1, 3>";
-        let expected = ["begin_with_packets<1, 3>", sum, "packets_side_by_side<1, 1, 0, 3>", "release"];
+        let expected =
+            ["begin_with_packets<1, 3>", sum, "packets_side_by_side<1, 1, 0, 3>", "meet", "release"];
         assert_eq!(calls("packet-all-reduce"), expected);
     }
 
@@ -233,8 +247,8 @@ mod tests {
             "meet",
             "add",
             "take",
-            "release",
             "meet",
+            "release",
         ];
         assert_eq!(calls("direct-all-gather"), expected);
     }
