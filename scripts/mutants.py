@@ -110,7 +110,10 @@ FAMILIES = [
     ("moe/src/by_expert/**/*", "moe", MANY + BY_EXPERT),
     ("moe/src/slots/*", "moe", ["orders::slot_calls_keep_their_order_around_captures_on_2_gpus"]),
     ("moe/src/layout/*", "moe", [GRAPH, ORDERS]),
-    ("executor/src/cuda/compiled", "executor", ["compiled::plans_of_each_kind_are_right_on_2", *PLANS]),
+    *(
+        (f"executor/src/cuda/{file}", "executor", ["compiled::plans_of_each_kind_are_right_on_2", *PLANS])
+        for file in ("compiled", "data", "side_by_side", "begin")
+    ),
     ("executor/src/cuda/*", "executor", ["every_operation_has_the_hosts_bits_on_3", *PLANS, "inputs_are_those_of_their_streams_on_2"]),
 ]
 """Of kernels, by the first of these patterns that has their file: the package and the tests that run them. The form by expert has the rings and

@@ -1,4 +1,4 @@
-//! A model of the decision whether ranks meet in a launch, and of the tags by which they do (`begin_launch` in `steps.cuh`, `advance` in
+//! A model of the decision whether ranks meet in a launch, and of the tags by which they do (`begin_launch` in `steps.cuh`, `enter` in
 //! fabric's `slots.cuh`): all orders of what 2 and 3 ranks do, and many of 4 and 8. A tag and the number beside it arrive one after the other.
 //!
 //! Between launches that meet, ranks may be apart by any number of launches: the model lets them end whenever they like, as if they waited

@@ -118,11 +118,26 @@ impl Bench<'_> {
         loaded.prepare(comm, T::DTYPE, loaded.message_bytes(input_bytes, output_bytes))?;
         let loaded = &*loaded;
         let values = pattern::input::<T>(ReduceOp::Sum, comm.rank(), input);
-        let tensors = Rc::new(Tensors::apart::<T>(
-            Tensor::holding(context, stream, &[input], &values)?,
-            Tensor::zeros(context, stream, T::DTYPE, &[output])?,
-            move |output| Ok(wrong(comm, plan, output, input)),
-        ));
+        let in_place = plan.inplace;
+        let tensors = Rc::new(match in_place {
+            false => Tensors::apart::<T>(
+                Tensor::holding(context, stream, &[input], &values)?,
+                Tensor::zeros(context, stream, T::DTYPE, &[output])?,
+                move |output| Ok(wrong(comm, plan, output, input)),
+            ),
+            true => {
+                // The smaller of input and output is this rank's part of the larger.
+                let all = input.max(output);
+                let part = move |count: usize| if count < all { comm.rank() * count } else { 0 };
+                let mut before = vec![T::default(); all];
+                before[part(input)..][..input].copy_from_slice(&values);
+                Tensors::together::<T>(
+                    Tensor::holding(context, stream, &[all], &before)?,
+                    Tensor::zeros(context, stream, T::DTYPE, &[all])?,
+                    move |buffer| Ok(wrong(comm, plan, &buffer[part(output)..][..output], input)),
+                )
+            }
+        });
         let larger = input_bytes.max(output_bytes) as u64;
         let both = [&tensors.input, &tensors.output];
         let registered = if self.how.registered { &both[..] } else { &[] };
@@ -133,13 +148,15 @@ impl Bench<'_> {
             let (input, output) = (tensors.input.view(), tensors.output.view_mut());
             // SAFETY: `time` waits for the stream, and drops the graph, before the tensors are dropped.
             Ok(unsafe {
-                match self.how.registered {
-                    true => loaded.execute_registered(input, output, stream),
-                    false => loaded.execute(input, output, stream),
+                match (self.how.registered, in_place) {
+                    (true, false) => loaded.execute_registered(input, output, stream),
+                    (false, false) => loaded.execute(input, output, stream),
+                    (true, true) => loaded.execute_in_place_registered(output, stream),
+                    (false, true) => loaded.execute_in_place(output, stream),
                 }
             }?)
         });
-        let planned = self.time(planned, loaded, larger)?;
+        let planned = self.time(planned, loaded, larger, in_place)?;
         for tensor in registered {
             CudaPlan::unregister(comm, context, tensor.pointer())?;
         }
@@ -151,14 +168,20 @@ impl Bench<'_> {
                 // SAFETY: as above.
                 Ok(unsafe { ours.all_reduce(tensors.input.view(), &mut output, op, stream) }?)
             });
-            self.time(call, loaded, larger)
+            self.time(call, loaded, larger, false)
         };
         let all_reduce = self.how.beside_all_reduce.then(by_hand).transpose()?;
         Ok(Compared { plan: planned, all_reduce })
     }
 
-    /// Verifies a contender, times it and verifies it again.
-    fn time(&self, mut contender: OnStream<'_>, loaded: &CudaPlan, bytes: u64) -> Result<Ran> {
+    /// Verifies a contender, times it and verifies it again: one in place by another call, as each call has the results of the one before.
+    fn time(
+        &self,
+        mut contender: OnStream<'_>,
+        loaded: &CudaPlan,
+        bytes: u64,
+        in_place: bool,
+    ) -> Result<Ran> {
         let (stream, calls) = (self.stream.borrow(), self.how.iterations.max(1));
         // Of a plan that waits in vain it tells which operation does.
         let explained = |outcome: Result<f64>| match (outcome, loaded.check()) {
@@ -180,6 +203,10 @@ impl Bench<'_> {
                 None => self.clock.time(true, |stream| (0..calls).try_for_each(|_| contender.call(stream))),
             };
             times.push(explained(took)? / f64::from(calls));
+        }
+        if in_place {
+            contender.prepare(stream)?;
+            explained(self.clock.time(true, |stream| contender.call(stream)))?;
         }
         let wrong = total(self.comm, first.and(contender.check(stream)?))?;
         drop(all); // before the memory that it reads and writes

@@ -141,6 +141,15 @@ impl<'a> Tensors<'a> {
         Self { input, output, in_place: false, check, registered: None }
     }
 
+    /// These two, for calls in place: in the second, which has what the first has before.
+    pub(super) fn together<T: Element>(
+        before: Tensor,
+        buffer: Tensor,
+        check: impl Fn(&[T]) -> Result<Wrong> + 'a,
+    ) -> Self {
+        Self { in_place: true, ..Self::apart(before, buffer, check) }
+    }
+
     /// Lets registered all-reduces use them.
     pub(super) fn register(&mut self, rank: &'a Rank<'a>) -> Result<()> {
         for tensor in [&self.input, &self.output] {

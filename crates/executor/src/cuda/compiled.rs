@@ -7,8 +7,14 @@
 //! algorithm, its symmetric ranks and all sizes of its messages share one kernel, except that chunks which are no whole number of packets
 //! have a step for each chunk, and so may give another one.
 //!
-//! * A block copies its part of the table into shared memory while the ranks meet, and adds the addresses of the tensors as it does. So no
-//!   step begins with a load from global memory.
+//! * A block copies its part of the table into shared memory while the launch ahead ends, for both halves of the scratch, and adds the
+//!   addresses of the tensors as it does. So no step begins with a load from global memory.
+//! * A block that begins with packets of its rank's own tensor loads their first units while the state of the launch is on its way, and sends
+//!   them ahead of all that can wait (`begin.cuh`). One that begins with relaxed signals has their fence there.
+//! * Up to 8 consecutive steps that move as many bytes each are done side by side: the proof lets operations between two meetings of the
+//!   threads be done in any order (`side_by_side.cuh`).
+//! * Where a block's threads have nothing left to wait for, they meet and let the kernel behind start. When all blocks of a grid have come there, the grid ends
+//!   whatever others do, so the kernel behind may take its room.
 //! * A reduction issues the loads of up to 8 sources before it uses the first, and a step with few sources those of several vectors. It
 //!   takes them in the order of the plan, and so has the interpreter's bits.
 //! * Whether operands lie alike is tested once for a step, ahead of its loop. Where they do, vectors of 16 bytes are what the loop moves.
@@ -25,8 +31,9 @@
 use std::{collections::HashMap, fmt::Write as _, sync::Arc};
 
 use super::{
-    family::operator_name,
     listing::{Kind, Listed, Listing},
+    table::{HALVES, PlanItem, PlanStep},
+    writer::Writer,
 };
 
 /// How a GPU executes a plan's steps. The bits of the results are the same.
@@ -67,23 +74,23 @@ const LONGEST_PERIOD: usize = 8;
 
 /// What a source says of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Operation {
-    kind: Kind,
+pub(super) struct Operation {
+    pub(super) kind: Kind,
     /// The operator, whether a signal is relaxed, or how many steps a loop has.
-    detail: u32,
-    by_turn: bool,
-    counts: [u32; 4],
+    pub(super) detail: u32,
+    pub(super) by_turn: bool,
+    pub(super) counts: [u32; 4],
 }
 
 impl Operation {
-    fn items(&self) -> usize {
+    pub(super) fn items(&self) -> usize {
         self.counts.iter().sum::<u32>() as usize
     }
 }
 
 /// A step in a source, or some.
 #[derive(Debug, PartialEq)]
-enum Node {
+pub(super) enum Node {
     Once(Operation),
     /// Consecutive steps that are equal.
     Repeated {
@@ -92,6 +99,22 @@ enum Node {
     },
     /// The turns of a pipeline.
     Turns(Vec<Node>),
+}
+
+impl Node {
+    /// Whether a block may wait in it for what others send.
+    pub(super) fn waits(&self) -> bool {
+        let is_waiting = |operation: &Operation| match operation.kind {
+            Kind::Packets => operation.counts[1] > 0,
+            Kind::Wait | Kind::Acquire | Kind::Arrive | Kind::Copy | Kind::Raise | Kind::Flush => true,
+            _ => false,
+        };
+        match self {
+            Self::Once(operation) => is_waiting(operation),
+            Self::Repeated { body, .. } => body.iter().any(is_waiting),
+            Self::Turns(inside) => inside.iter().any(Self::waits),
+        }
+    }
 }
 
 /// The shapes of a rank's blocks.
@@ -153,7 +176,7 @@ impl Shapes {
     /// The steps and items for which a block has room in its shared memory, and in its part of the table, if its part is copied there.
     pub(super) fn copied(&self) -> Option<[usize; 2]> {
         let [steps, items] = self.most;
-        let fits = steps * Listed::BYTES + items * Listed::ITEM_BYTES <= MOST_COPIED;
+        let fits = steps * size_of::<PlanStep>() + HALVES * items * size_of::<PlanItem>() <= MOST_COPIED;
         fits.then_some([steps, items.max(1)])
     }
 
@@ -162,14 +185,16 @@ impl Shapes {
         // What is not copied does not make another kernel.
         let [steps, items] = self.copied().unwrap_or([1, 1]);
         let mut text = format!(
-            "constexpr bool IS_COPIED = {is_copied};\nconstexpr u32 MOST_STEPS = {steps}, MOST_ITEMS = {items};\n\n"
+            "constexpr bool IS_COPIED = {is_copied};\nconstexpr u32 MOST_STEPS = {steps}, MOST_ITEMS = {items}, HALVES = {HALVES};\n\n"
         );
-        text += include_str!("compiled.cuh");
+        text += concat!(
+            include_str!("compiled.cuh"),
+            include_str!("data.cuh"),
+            include_str!("side_by_side.cuh"),
+            include_str!("begin.cuh")
+        );
         for (id, shape) in self.shapes.iter().enumerate() {
-            let mut writer = Writer { text: &mut text, step: 0, item: 0, inside: Inside::default() };
-            writer.line(format_args!("\nDEVICE bool shape_{id}(block_steps& b) {{"));
-            writer.nodes(shape);
-            writer.line(format_args!("    return true;\n}}"));
+            Writer::write(&mut text, id, shape);
         }
         text += "\nDEVICE bool run(block_steps& b, u32 shape) {\n    switch (shape) {\n";
         for id in 0..self.shapes.len() {
@@ -222,104 +247,6 @@ fn repetition(steps: &[Operation]) -> (usize, usize) {
     worth.max_by_key(|&(period, times)| (period * (times - 1), std::cmp::Reverse(period))).unwrap_or((1, 1))
 }
 
-/// Where a line of a source stands.
-#[derive(Clone, Copy, Default)]
-struct Inside {
-    /// The step of the pipeline around it.
-    turns: Option<usize>,
-    /// The steps and items of each repetition around it.
-    repeated: Option<[usize; 2]>,
-}
-
-struct Writer<'a> {
-    text: &'a mut String,
-    /// The next step of the block and its first item.
-    step: usize,
-    item: usize,
-    inside: Inside,
-}
-
-impl Writer<'_> {
-    fn line(&mut self, line: std::fmt::Arguments<'_>) {
-        let depth = usize::from(self.inside.turns.is_some()) + usize::from(self.inside.repeated.is_some());
-        writeln!(self.text, "{:1$}{line}", "", 4 * depth).expect("a string takes all");
-    }
-
-    fn nodes(&mut self, nodes: &[Node]) {
-        for node in nodes {
-            let outside = self.inside;
-            match node {
-                Node::Once(operation) => self.operation(operation),
-                Node::Repeated { times, body } => {
-                    let items: usize = body.iter().map(Operation::items).sum();
-                    let next = [self.step + body.len() * times, self.item + items * times];
-                    self.line(format_args!("#pragma unroll 1"));
-                    self.line(format_args!("    for (u32 k = 0; k < {times}; ++k) {{"));
-                    self.inside.repeated = Some([body.len(), items]);
-                    body.iter().for_each(|operation| self.operation(operation));
-                    self.inside = outside;
-                    self.line(format_args!("    }}"));
-                    [self.step, self.item] = next;
-                }
-                Node::Turns(inside) => {
-                    let head = self.step;
-                    self.line(format_args!("#pragma unroll 1"));
-                    self.line(format_args!(
-                        "    for (u32 turn = 0; turn < b.steps[{head}].share[0]; ++turn) {{"
-                    ));
-                    self.step += 1;
-                    self.inside.turns = Some(head);
-                    self.nodes(inside);
-                    self.inside = outside;
-                    self.line(format_args!("    }}"));
-                }
-            }
-        }
-    }
-
-    /// The bytes of a step.
-    fn part(&self, at: &str, by_turn: bool) -> String {
-        match self.inside.turns.filter(|_| by_turn) {
-            Some(head) => format!("part_of({at}, turn, b.steps[{head}].share[1])"),
-            None => format!("part_of({at})"),
-        }
-    }
-
-    fn operation(&mut self, operation: &Operation) {
-        let Operation { kind, detail, by_turn, counts: [a, b, c, d] } = *operation;
-        let (mut step, mut item) = (self.step.to_string(), self.item.to_string());
-        if let Some([steps, items]) = self.inside.repeated {
-            (step, item) = (format!("{step} + k * {steps}"), format!("{item} + k * {items}"));
-        }
-        let at = format!("step_of(b, {step}, {item})");
-        match kind {
-            Kind::Meet => self.line(format_args!("    if (!meet(b)) return false;")),
-            Kind::Arrive => self.line(format_args!("    arrive(b, {at});")),
-            Kind::Signal | Kind::Release => {
-                self.line(format_args!("    add(b, {at}, {}, {}, {a});", kind.name(), detail != 0));
-            }
-            Kind::Wait | Kind::Acquire => self.line(format_args!("    take(b, {at}, {}, {a});", kind.name())),
-            Kind::Plain => {
-                let part = self.part(&at, by_turn);
-                let operator = operator_name(detail);
-                self.line(format_args!("    plain<{operator}, {a}, {c}>(b, {at}, {part});"));
-            }
-            Kind::Copy => self.line(format_args!("    copy(b, {at}, {});", self.part(&at, by_turn))),
-            Kind::Raise => self.line(format_args!("    raise(b, {at}, {a});")),
-            Kind::Flush => self.line(format_args!("    flush(b, {at});")),
-            Kind::Packets => {
-                let operator = operator_name(detail);
-                self.line(format_args!("    packets<{operator}, {a}, {b}, {c}, {d}>(b, {at});"));
-            }
-            Kind::Loop | Kind::End | Kind::IfClearing | Kind::Clear => {
-                unreachable!("loops do not nest, and the end of a block is the kernel's")
-            }
-        }
-        self.step += 1;
-        self.item += operation.items();
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::{fs, path::Path};
@@ -334,7 +261,7 @@ mod tests {
     use crate::cuda::{CudaOptions, PlanKernel};
 
     /// The calls that a shape's text makes, in the order in which a block makes them if every pipeline has one turn: the function, and the
-    /// places of the step and of its first item.
+    /// places of the step and of its first item. A call that does several steps counts as one for each.
     fn calls(text: &str) -> Vec<(String, usize, usize)> {
         let (mut calls, mut lines) = (Vec::new(), text.lines().map(str::trim));
         while let Some(line) = lines.next() {
@@ -345,7 +272,10 @@ mod tests {
                         calls.extend(body.iter().filter_map(|line| call(line, k)));
                     }
                 }
-                None => calls.extend(call(line, 0)),
+                None => match several(line.trim_start_matches("if (!")) {
+                    Some(several) => calls.extend(several),
+                    None => calls.extend(call(line, 0)),
+                },
             }
         }
         calls
@@ -359,6 +289,24 @@ mod tests {
         let (name, _) = line.split_once(['(', '<'])?;
         let (step, item) = line.split_once("step_of(b, ")?.1.split_once(')')?.0.split_once(',')?;
         Some((name.to_owned(), value(step), value(item)))
+    }
+
+    /// The steps of a call `name<numbers>(b, step, item…)`, of which the last number says how many they are.
+    fn several(line: &str) -> Option<Vec<(String, usize, usize)>> {
+        let (name, rest) = line.split_once("(b, ")?;
+        let (name, numbers) = name.trim_end_matches('>').split_once('<').unwrap_or((name, ""));
+        let numbers: Vec<usize> = numbers.split(", ").filter_map(|number| number.parse().ok()).collect();
+        let (function, items) = match (name, &numbers[..]) {
+            ("begin_with_signals", []) => ("add", 0),
+            ("begin_with_packets", [packed, _]) => ("packets", 1 + packed),
+            ("packets_side_by_side", [_, to, packed, _]) => ("packets", 1 + to + packed),
+            ("plain_side_by_side", [to, _]) => ("plain", 1 + to),
+            _ => return None,
+        };
+        let mut places = rest.split([',', ')']).map(|place| place.trim().parse::<usize>().unwrap());
+        let (step, item) = (places.next()?, places.next()?);
+        let times = numbers.last().copied().unwrap_or(1);
+        Some((0..times).map(|k| (function.to_owned(), step + k, item + k * items)).collect())
     }
 
     fn function(kind: Kind) -> Option<&'static str> {

@@ -8,7 +8,11 @@ use antiphon_fabric::gpu::{Family, MAX_WORLD, Source, kernel_call, kernels};
 use antiphon_plan::{REDUCE_OPS, ReduceOp};
 use antiphon_tensor::DType;
 
-use super::{engines::REQUESTS, listing::Kind};
+use super::{
+    engines::REQUESTS,
+    listing::Kind,
+    table::{PlanBlock, PlanItem, PlanStep},
+};
 use crate::PacketKind;
 
 kernels! {
@@ -110,6 +114,9 @@ impl Family for PlanFamily {
     type Arguments = PlanCall;
     const NAME: &'static str = "plan.cuh";
     const SOURCES: &'static [Source] = &[
+        PlanItem::SOURCE,
+        PlanStep::SOURCE,
+        PlanBlock::SOURCE,
         Source { name: "executor/table.cuh", text: include_str!("table.cuh") },
         PlanCall::SOURCE,
         Source { name: "executor/ops.cuh", text: include_str!("ops.cuh") },
@@ -132,9 +139,7 @@ impl Family for PlanFamily {
             DType::U8 => "u8",
             other => unreachable!("{other} was refused"),
         };
-        // The first warp signals first.
-        let claims = self.threads() - 1;
-        let program = program.define("CLAIMING_THREAD", claims).define("REQUESTS", REQUESTS);
+        let program = program.define("REQUESTS", REQUESTS);
         let program = program.define("ELEMENT", element).define("PAYLOAD", self.packets.payload());
         let program =
             Kind::ALL.iter().fold(program, |program, kind| program.define(kind.name(), *kind as u32));

@@ -129,9 +129,10 @@ DEVICE bool work(const launch& l, u32& round, awaited& w) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 execute(const __grid_constant__ arguments a, const __grid_constant__ plan_call p) {
-    begin_kernel<AT_END>(a);
+    begin_kernel(a);
     const block_end end(a);
-    if (!begin_launch(a, p)) return;
+    if (!begin_launch(a, p, load_state(a, p))) return;
+    end_beginning(a, p);
     set_loop(NO_LOOP, 0);
 
     // A warp that has given up does nothing until the block's threads meet, and then the block ends.

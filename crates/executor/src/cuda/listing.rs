@@ -84,10 +84,6 @@ pub(super) struct Listed {
 }
 
 impl Listed {
-    /// Bytes of a step in a table, and of one of its items.
-    pub(super) const BYTES: usize = 64;
-    pub(super) const ITEM_BYTES: usize = 16;
-
     fn new(kind: Kind, detail: u32) -> Self {
         Self { kind, detail, first: 0, by_turn: false, counts: [0; 4], share: [0; 2], span: [0; 2] }
     }

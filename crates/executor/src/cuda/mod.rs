@@ -152,6 +152,7 @@ mod report;
 mod size;
 mod table;
 mod tenants;
+mod writer;
 
 pub use collection::{AlgorithmCollection, Choice, Explained};
 pub use compiled::Form;

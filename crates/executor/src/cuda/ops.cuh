@@ -27,9 +27,9 @@ DEVICE A combine(u32 op, A a, A b) {
 // Where an operand is in this launch.
 DEVICE u64 address_of(const plan_call& p, const plan_item& it) { return it.at + p.bases[it.base]; }
 
-// Of the launch: where the tags are, or those of the next launch that meets; the flag; whether ranks have met; and its number.
+// Of the launch: where the tags are, or those of the next launch that meets; the flag; whether ranks have met; and the first control word.
 struct numbers {
-    u32 slot, flag, meets, number;
+    u32 slot, flag, meets, words;
 };
 DEVICE numbers& of_launch() {
     __shared__ numbers all;

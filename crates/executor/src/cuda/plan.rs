@@ -190,6 +190,15 @@ impl CudaPlan {
         lock(&self.tenant).on_failure(action);
     }
 
+    /// Whether kernels of plans let a kernel behind them that is launched programmatically start at once, instead of when they are certain to
+    /// end, which only compiled ones know; at first they do not. It is for all plans of the communicator on this GPU.
+    ///
+    /// It is right only where no other communicator or tenant, of whatever library, has calls under way on the same GPUs; see
+    /// [`Tenant::start_dependents_early`](antiphon_fabric::gpu::Tenant::start_dependents_early).
+    pub fn start_dependents_early(&self, early: bool) {
+        lock(&self.tenant).start_dependents_early(early);
+    }
+
     /// Makes the plan ready for messages of `bytes` bytes of a dtype: compiles the kernel, and allocates. A message is the output of
     /// an all-gather, else the input. All ranks call it together. A size that was prepared before costs nothing; sizes share memory
     /// if the largest one is prepared first.

@@ -25,7 +25,7 @@ DEVICE void find_meeting(const arguments& a, u32 slot, u32 number) {
 // For a wait that is late. Not inlined, so that it costs no registers.
 static __device__ __noinline__ void look_around(const arguments& a) {
     const numbers launch = of_launch();
-    if (!launch.meets) return find_meeting(a, launch.slot, launch.number);
+    if (!launch.meets) return find_meeting(a, launch.slot, launch.words >> NUMBER_AT);
     compare_tags(a.own + launch.slot, a.board, a.rank, a.doing);
     find_overlap(a, launch.slot);
 }
@@ -130,7 +130,6 @@ template <class Step> DEVICE bool flush(const Step& l, u32& round, awaited& w) {
 // Flags begin anew after 2^32 - 1 launches. Packets are cleared at the end of the last of them, when all blocks of this rank have
 // ended, and once more behind the first launch of the new round: until all ranks have met in that, packets of the round before that
 // nobody reads may arrive. No peer sends packets of the next launch before this rank has come to it.
-DEVICE u32 next_flag(const plan_call& p) { return max(p.flags[blockIdx.x] + 1, 1u); }
 DEVICE bool clears(u32 flag) { return flag == ~0u || flag == 1; }
 DEVICE void clear_packets(const plan_call& p) {
 #pragma unroll 1
@@ -164,28 +163,49 @@ DEVICE bool meets_ranks(const plan_call& p, const turn& t, u32 flag) {
     return p.size == 0 || t.words.y != p.size || t.words.z != p.places || flag <= 2;
 }
 
-// Where a block's steps of this launch are.
-DEVICE u32 number_of_block(const plan_call& p, u32 flag) { return blockIdx.x + (p.halves == 2 && flag % 2 == 0 ? gridDim.x : 0); }
+// Which half of the scratch a launch uses, and where the steps are that a block does there.
+DEVICE u32 half_of(const plan_call& p, u32 flag) { return p.halves == 2 && flag % 2 == 0 ? 1 : 0; }
+DEVICE u32 number_of_block(const plan_call& p, u32 flag) { return blockIdx.x + half_of(p, flag) * gridDim.x; }
 
-// Begins a launch of this rank's blocks. False, for all threads of the block, if it failed.
-DEVICE bool begin_launch(const arguments& a, const plan_call& p) {
-    turn t = begin(a, load_control(a));
-    const u32 flag = next_flag(p);
-    const bool meets = meets_ranks(p, t, flag);
-    t.words.y = t.words.z = 0; // the launch before has used no lanes, but left what it was
-    if (has_tag() && meets && !t.has_failed()) {
-        // What is ahead of the launch in its stream is over: pairs with the peers' acquire loads of the number. Nothing is on its way yet that the
-        // fence would wait for.
-        fence_sys();
-        st_relaxed_sys(call_of(a.peer[threadIdx.x], t.slot, a.rank), number_of(t));
-        st_relaxed_sys(call_of(a.own, t.before, rank_of(a, threadIdx.x)), EMPTY);
+// What the first warp of a block loads when its launch begins. The others have the numbers of the launch from it.
+struct state {
+    uint4 words; // a control
+    u32 flag;    // of the launch before
+};
+DEVICE state load_state(const arguments& a, const plan_call& p) {
+    if (threadIdx.x >= 32) return state{};
+    return state{load_control(a), p.flags[blockIdx.x]};
+}
+
+// The launch's view of the slots: of the lanes, the launch before has used none.
+DEVICE turn turn_of_launch(const arguments& a) { return begin(a, make_uint4(of_launch().words, 0, 0, 0)); }
+
+// Begins a launch of this rank's blocks. False, for all threads of the block, if it failed. `end_beginning` has to follow.
+DEVICE bool begin_launch(const arguments& a, const plan_call& p, const state& s) {
+    const turn t = begin(a, s.words);
+    bool meets = false;
+    if (threadIdx.x < 32) {
+        const u32 flag = max(s.flag + 1, 1u);
+        meets = meets_ranks(p, t, flag);
+        if (has_tag() && meets && !t.has_failed()) {
+            // What is ahead of the launch in its stream is over: pairs with the peers' acquire loads of the number. Nothing is on its way yet that
+            // the fence would wait for.
+            fence_sys();
+            st_relaxed_sys(call_of(a.peer[threadIdx.x], t.slot, a.rank), number_of(t));
+            st_relaxed_sys(call_of(a.own, t.before, rank_of(a, threadIdx.x)), EMPTY);
+        }
+        if (threadIdx.x == 0) { // ahead of the meeting of the threads in `enter`
+            of_launch() = numbers{t.slot, flag, meets, t.words.x};
+            last_request() = 0;
+        }
     }
-    if (threadIdx.x == 0) { // ahead of the meeting of the threads in `advance`
-        of_launch() = numbers{t.slot, flag, meets, number_of(t)};
-        last_request() = 0;
-    }
-    if (!advance(a, t, (u32)p.size, (u32)p.places, 0, meets)) return false;
-    if (meets && __syncthreads_or(!meet_ranks(a, t))) return false;
-    if (threadIdx.x == 0) p.flags[blockIdx.x] = flag;
-    return true;
+    if (!enter(a, t, meets)) return false;
+    return !of_launch().meets || !__syncthreads_or(!meet_ranks(a, turn_of_launch(a)));
+}
+
+// What need not be done ahead of a block's first step.
+DEVICE void end_beginning(const arguments& a, const plan_call& p) {
+    const turn t = turn_of_launch(a);
+    hand_on(a, t, claim_slot(a, t), (u32)p.size, (u32)p.places, 0, of_launch().meets);
+    if (threadIdx.x == 0) p.flags[blockIdx.x] = of_launch().flag;
 }

@@ -12,6 +12,8 @@
 /// | `input: [*const u8; MAX_WORLD]`, `[u32; 2]` | `input: [u64; MAX_WORLD]` | `const u8* input[MAX_WORLD];` |
 /// | `region: RegionCall as region_call` | `region: RegionCall` | `region_call region;`, of the same layout |
 ///
+/// A struct of which arrays lie in memory may be aligned, so that it is loaded as a whole: `= "item" align(16) {`.
+///
 /// The length of an array is the same expression in both; the program [defines](crate::gpu::Family::define) its names, or a text ahead does.
 ///
 /// ```
@@ -35,11 +37,11 @@
 macro_rules! gpu_kernel_call {
     (
         $(#[$meta:meta])*
-        $visibility:vis struct $Name:ident $(<const $parameter:ident: usize>)? = $cuda:literal { $($fields:tt)* }
+        $visibility:vis struct $Name:ident $(<const $parameter:ident: usize>)? = $cuda:literal $(align($align:literal))? { $($fields:tt)* }
     ) => {
         $crate::gpu_kernel_call! {
             @fields
-            { $(#[$meta])* $visibility struct $Name [$($parameter)?] = $cuda }
+            { $(#[$meta])* $visibility struct $Name [$($parameter)?] = $cuda [$($align)?] }
             [] [] $($fields)*
         }
     };
@@ -108,12 +110,12 @@ macro_rules! gpu_kernel_call {
             [$($text)* "    ", stringify!($number), " ", stringify!($field), ";\n",] $($rest)*
         }
     };
-    (@fields { $(#[$meta:meta])* $visibility:vis struct $Name:ident [$($parameter:ident)?] = $cuda:literal }
+    (@fields { $(#[$meta:meta])* $visibility:vis struct $Name:ident [$($parameter:ident)?] = $cuda:literal [$($align:literal)?] }
         [$($rust:tt)*] [$($text:tt)*]
     ) => {
         $(#[$meta])*
         #[derive(Clone, Copy)]
-        #[repr(C)]
+        #[repr(C $(, align($align))?)]
         $visibility struct $Name $(<const $parameter: usize>)? { $($rust)* }
 
         // SAFETY: plain data, with the layout of the struct in `SOURCE`, which has the same fields.
@@ -123,7 +125,7 @@ macro_rules! gpu_kernel_call {
             /// The struct of CUDA.
             $visibility const SOURCE: $crate::gpu::Source = $crate::gpu::Source::new(
                 concat!($cuda, ".cuh"),
-                concat!("struct ", $cuda, " {\n", $($text)* "};\n"),
+                concat!("struct ", $("alignas(", stringify!($align), ") ",)? $cuda, " {\n", $($text)* "};\n"),
             );
         }
     };

@@ -173,10 +173,7 @@ DEVICE u32* note_of(const arguments& a, u32 block) { return (u32*)((control*)a.o
 DEVICE bool is_note_of(u32 note, u32 number) { return (note ^ number) << NUMBER_AT == 0; }
 
 // The thread of a block that claims a slot, and so is late by an atomic operation: of a warp that waits for peers, in most kernels.
-#ifndef CLAIMING_THREAD
-#define CLAIMING_THREAD 31
-#endif
-DEVICE bool claims_slot() { return threadIdx.x == CLAIMING_THREAD; }
+DEVICE bool claims_slot() { return threadIdx.x == 31; }
 
 // In every kernel that begins a call. If the kernel also advances, the last thread that leaves notes that the block has ended. No thread
 // waits: after a failure some threads of a warp leave, while the others still meet each other.
@@ -215,32 +212,39 @@ static __device__ __noinline__ void stop_overlap(u8* own, u8* other, wait_board*
 }
 DEVICE void stop_overlap(const arguments& a) { stop_overlap(a.own, a.other, a.board, a.rank, a.doing); }
 
-// While data travels: sends the tags, empties the slot of the call before, and stores the state for the next call, which reads
-// it after this one has ended: the next slot, and the `lower` and `upper` vectors of this call's lanes, which that call empties. The
-// first `busy` blocks empty nothing. A call that takes no slot, on no rank, sends no tags and leaves the slots as they are; it has no lanes
-// either.
-//
-// False, for all threads of the block, if a call has failed, also if it failed while the block began: then some threads have loaded
-// control words that say so, and others have not. All threads come here, since a thread that went on alone would wait for the others.
-DEVICE bool advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32 busy = 0, bool takes_slot = true) {
-    // One thread of each block, which looks at the answers when it has done the rest. If blocks of two grids have begun one call, one of
-    // them finds the other's number: also where each grid has begun two calls, as blocks of both are in either. The number stays until
-    // the call after the next begins.
-    const bool claims = claims_slot();
+// What the thread that claims a slot has found, and looks at when it has done other work: whose call it is, and the note of the call before.
+struct claim {
+    u32 owner, note;
+};
+
+// Claims the slot: one thread of each block does, at any time while the block runs. If blocks of two grids have begun one call, one of them
+// finds the other's number: also where each grid has begun two calls, as blocks of both are in either. The number stays until the call after
+// the next begins.
+DEVICE claim claim_slot(const arguments& a, const turn& t) {
     const u32 number = number_of(t), blocks_before = t.words.x >> SLOT_BITS & ((1u << BLOCK_BITS) - 1);
-    u32 owner = EMPTY, note = number - 1;
-    if (claims) block_end::prepare(number);
-    if (claims && !t.has_failed()) {
-        owner = atomicCAS(owner_of(a, number), EMPTY, grid_number());
-        if (blockIdx.x < blocks_before) note = ld_relaxed_sys(note_of(a, blockIdx.x));
-    }
+    claim c{EMPTY, number - 1};
+    if (!claims_slot() || t.has_failed()) return c;
+    c.owner = atomicCAS(owner_of(a, number), EMPTY, grid_number());
+    if (blockIdx.x < blocks_before) c.note = ld_relaxed_sys(note_of(a, blockIdx.x));
+    if (blockIdx.x == 0) st_relaxed_sys(owner_of(a, number + 1), EMPTY);
+    return c;
+}
+
+// Sends the tags. False, for all threads of the block, if a call has failed, also if it failed while the block began: then some threads have
+// loaded control words that say so, and others have not. All threads come here, since a thread that went on alone would wait for the others.
+DEVICE bool enter(const arguments& a, const turn& t, bool takes_slot = true) {
+    if (claims_slot()) block_end::prepare(number_of(t));
     if (has_tag() && takes_slot && !t.has_failed()) {
         store_tag(a.peer[threadIdx.x] + t.slot + a.rank * 16, a.doing.low, a.doing.high);
         store16(a.own + t.before + rank_of(a, threadIdx.x) * 16, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY)); // races: a hint may have seen the tag
     }
-    const u32 next = !takes_slot ? t.index() : t.index() == SLOTS - 1 ? 0 : t.index() + 1; // after a failure there is no slot, nor a next one
-    if (blockIdx.x == 0 && claims && !t.has_failed()) st_relaxed_sys(owner_of(a, number + 1), EMPTY);
-    if (__syncthreads_or(t.has_failed())) return false; // all threads have read the block's own copy
+    return !__syncthreads_or(t.has_failed()); // all threads have read the block's own copy
+}
+
+// Empties the slot of the call before, stores the state for the next call, and looks at what the claim found: behind `enter`.
+DEVICE void hand_on(const arguments& a, const turn& t, const claim& c, u32 lower, u32 upper, u32 busy = 0, bool takes_slot = true) {
+    const u32 number = number_of(t), blocks_before = t.words.x >> SLOT_BITS & ((1u << BLOCK_BITS) - 1);
+    const u32 next = !takes_slot ? t.index() : t.index() == SLOTS - 1 ? 0 : t.index() + 1;
     for (u32 copy = blockIdx.x + threadIdx.x * gridDim.x; copy < MAX_BLOCKS; copy += blockDim.x * gridDim.x) {
         // Not the whole vector: another block, or one of the other channel, may have failed meanwhile.
         control* const handed = (control*)a.own + copy;
@@ -253,7 +257,17 @@ DEVICE bool advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32
     // The call before had more blocks than this one.
     for (u32 block = gridDim.x + blockIdx.x + threadIdx.x * gridDim.x; block < blocks_before; block += blockDim.x * gridDim.x)
         if (!is_note_of(ld_relaxed_sys(note_of(a, block)), number - 1)) stop_overlap(a);
-    if (claims && ((owner != EMPTY && owner != grid_number()) || !is_note_of(note, number - 1))) stop_overlap(a);
+    if (claims_slot() && ((c.owner != EMPTY && c.owner != grid_number()) || !is_note_of(c.note, number - 1))) stop_overlap(a);
+}
+
+// While data travels: sends the tags, empties the slot of the call before, and stores the state for the next call, which reads
+// it after this one has ended: the next slot, and the `lower` and `upper` vectors of this call's lanes, which that call empties. The
+// first `busy` blocks empty nothing. A call that takes no slot, on no rank, sends no tags and leaves the slots as they are; it has no lanes
+// either. False, for all threads of the block, if a call has failed.
+DEVICE bool advance(const arguments& a, const turn& t, u32 lower, u32 upper, u32 busy = 0, bool takes_slot = true) {
+    const claim c = claim_slot(a, t);
+    if (!enter(a, t, takes_slot)) return false;
+    hand_on(a, t, c, lower, upper, busy, takes_slot);
     return true;
 }
 

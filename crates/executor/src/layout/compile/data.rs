@@ -62,13 +62,20 @@ impl<'a> Compiler<'a> {
         let packed = packets && put.channel_type == ChannelType::Port;
         let signals = matches!(put.kind, PutKind::WithSignal | PutKind::WithSignalAndFlush);
         let by_engine = !packets && self.is_by_engine(put.channel_type);
-        for (at, (src, dst)) in put.src.iter().zip(&put.dst).enumerate() {
+        // Destinations of one source are one step, which loads it once; but a signal or a request to an engine follows each.
+        let pairs: Vec<_> = put.src.iter().zip(&put.dst).collect();
+        let is_together = |a: &(&LocalChunk, _), b: &(&LocalChunk, _)| a.0 == b.0 && !signals && !by_engine;
+        for (at, group) in pairs.chunk_by(is_together).enumerate() {
             let first = steps.steps.len();
-            let operands = vec![local(rank, *src, packed), to(dst)];
-            self.data(scope, op, put.group, operands, steps, |operands| match (packets, packed) {
-                (false, _) => Work::Copy { from: operands[0], to: vec![operands[1]] },
-                (true, false) => Work::Pack { from: operands[0], to: vec![operands[1]] },
-                (true, true) => forward(operands),
+            let mut operands = vec![local(rank, *group[0].0, packed)];
+            operands.extend(group.iter().map(|(_, chunk)| to(chunk)));
+            self.data(scope, op, put.group, operands, steps, |operands| {
+                let (from, to) = (operands[0], operands[1..].to_vec());
+                match (packets, packed) {
+                    (false, _) => Work::Copy { from, to },
+                    (true, false) => Work::Pack { from, to },
+                    (true, true) => Work::Forward { from, to },
+                }
             })?;
             if by_engine {
                 let copies = steps.steps.drain(first..).map(Step::by_engine).collect::<Vec<_>>();
