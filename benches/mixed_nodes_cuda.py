@@ -3,8 +3,8 @@
     python benches/mixed_nodes_cuda.py [--record benches/results/MACHINE/DATE-mixed-nodes-cuda.json]
 
 The nodes are processes of this machine that are told so, half of the GPUs each, so that data crosses NVLink where it would cross a network.
-``fused`` is what the handler chooses, ``nccl`` torch's NCCL by the handler's mode NCCL_TP_DP. Both run in graphs of some calls in turn; the
-slowest rank counts.
+``fused`` is what the handler chooses, ``nccl`` torch's NCCL by the handler's mode NCCL_TP_DP, or NCCL_ONE where there is one group. Both run in
+graphs of some calls in turn; the slowest rank counts.
 """
 
 import argparse
@@ -30,8 +30,9 @@ def measure(handler: MixedCommHandler, op: MixedCommOp, rows: int) -> dict[str, 
     """µs of a call of each contender, of ``rows`` rows of bf16 of each data parallel rank."""
     info = handler.para_info
     x = torch.ones(rows * (info.dp_size if op == MixedCommOp.REDUCESCATTER_ALLREDUCE else 1), HIDDEN, device="cuda", dtype=torch.bfloat16)
+    by_torch = MixedCommMode.NCCL_TP_DP if info.use_mixed else MixedCommMode.NCCL_ONE
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    for name, mode in (("fused", MixedCommMode.AUTOTUNE), ("nccl", MixedCommMode.NCCL_TP_DP)):
+    for name, mode in (("fused", MixedCommMode.AUTOTUNE), ("nccl", by_torch)):
         out = run_mixed_comm(op, handler, x, mode=mode)
         torch.cuda.synchronize()
         graphs[name] = torch.cuda.CUDAGraph()

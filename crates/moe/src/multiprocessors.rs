@@ -53,8 +53,8 @@ pub struct Multiprocessors {
 /// multiprocessors, as a row is for one warp.
 impl Default for Multiprocessors {
     fn default() -> Self {
-        let by_token = vec![(0, 4), (256 << 10, 8), (1 << 20, 16), (4 << 20, 24)];
-        let by_expert = vec![(0, 8), (256 << 10, 16), (1 << 20, 32), (4 << 20, 48)];
+        let by_token = vec![(0, 8), (384 << 10, 16), (768 << 10, 24)];
+        let by_expert = vec![(0, 16), (384 << 10, 32), (768 << 10, 48)];
         Self { by_bytes: [by_token.clone(), by_token, by_expert.clone(), by_expert] }
     }
 }

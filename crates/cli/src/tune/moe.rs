@@ -69,7 +69,7 @@ mod tests {
         let text = describe(&chosen, 1 << 10, 1, 3);
         assert_eq!(
             text,
-            "  tokens   dispatch  combine\n       1          8        4\n       2          8        4\n"
+            "  tokens   dispatch  combine\n       1          8        8\n       2          8        8\n"
         );
     }
 }
