@@ -1,7 +1,7 @@
 //! What the kernels are compiled to, every variant for every architecture, on any machine that has NVRTC.
 
 use antiphon_device::cuda::Architecture;
-use antiphon_fabric::gpu::{Family, MAX_WORLD};
+use antiphon_fabric::gpu::{Family, MAX_WORLD, Staging};
 use antiphon_tensor::DType;
 use antiphon_testing::{
     machine_code::{SLOTS, Variant, assert_as_meant},
@@ -10,7 +10,7 @@ use antiphon_testing::{
 
 use crate::{
     by_expert::family::{ByExpertMoving, ByExpertSumming, Experts, Listing, Placing},
-    by_token::family::{Moving, Notifying, Staging, Summing},
+    by_token::family::{Moving, Notifying, Summing},
     layout::cuda::Counting,
     slots::{
         CombineFormat, SlotFormat,

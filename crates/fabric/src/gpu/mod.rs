@@ -91,6 +91,7 @@ mod idle;
 mod kernel_call;
 mod launch;
 mod order;
+mod pipeline;
 mod rails;
 mod reduction;
 mod room;
@@ -106,6 +107,7 @@ pub use family::{
 };
 pub use idle::UntilIdle;
 pub use launch::{Grid, Launch, Pieces, Work};
+pub use pipeline::{LINE, PIPELINE, Rings, Stages, Staging};
 pub use rails::{Rails, Runtime};
 pub use reduction::{REDUCE, Reduction};
 pub use staging::MAX_BLOCKS;

@@ -1,12 +1,14 @@
 //! The families of the kernels of `list.cuh`, `place.cuh`, `dispatch.cuh` and `combine.cuh`, and the kernels' arguments.
 
 use antiphon_device::cuda::Program;
-use antiphon_fabric::gpu::{Family, REDUCE, ROWS, Reduction, Source, kernel_call, kernels};
+use antiphon_fabric::gpu::{
+    Family, PIPELINE, REDUCE, ROWS, Reduction, Rings, Source, Stages, Staging, kernel_call, kernels,
+};
 use antiphon_operation::ReduceOp;
 use antiphon_tensor::DType;
 
 use crate::{
-    by_token::family::{PIPELINE, REGION, RegionCall, SUMS, Stages, Staging, Warps, family, senders},
+    by_token::family::{HALF_ROWS, REGION, RegionCall, SUMS, Warps, family, senders},
     cuda::THREADS,
     layout::MAX_LOCAL_EXPERTS,
 };
@@ -209,11 +211,12 @@ pub(crate) struct ByExpertMoving {
 
 impl ByExpertMoving {
     /// Most warps send and take, one raises flags, one polls those of the peers, one empties rows.
-    const WARPS: Warps = Warps { rings: 7, all: 10, stages: Stages::HALF_ROWS, streams: 0, stream: 0 };
+    const WARPS: Warps =
+        Warps { rings: Rings { count: 7, stages: HALF_ROWS }, all: 10, streams: 0, stream: 0 };
 
     /// How many warps of each of `blocks` blocks send: to one peer all that copy.
     pub(super) fn senders(world_size: usize, blocks: u32) -> u32 {
-        let most = Self::WARPS.rings;
+        let most = Self::WARPS.rings.count;
         if world_size <= 2 { most } else { senders(120, blocks, most) }
     }
 }
@@ -235,12 +238,13 @@ impl ByExpertSumming {
     /// Half of the warps send, one raises flags, half sum. With many experts there are fewer, as the lists of what is summed leave less
     /// shared memory.
     fn warps(self) -> Warps {
-        let (rings, all) = match self.experts {
+        let (count, all) = match self.experts {
             Experts::Few => (5, 12),
             Experts::Many => (3, 8),
         };
         // Where a stage ends, so does a vector of each lane.
-        Warps { rings, all, stages: Stages { count: 2, bytes: 3072 }, streams: all - 1, stream: 12 }
+        let rings = Rings { count, stages: Stages { count: 2, bytes: 3072 } };
+        Warps { rings, all, streams: all - 1, stream: 12 }
     }
 }
 

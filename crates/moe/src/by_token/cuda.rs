@@ -1,7 +1,7 @@
 //! Dispatch and combine by token between GPUs: the launches of the kernels.
 
 use antiphon_device::cuda::StreamRef;
-use antiphon_fabric::Operation;
+use antiphon_fabric::{Operation, gpu::LINE};
 use antiphon_tensor::{DType, TensorView};
 
 use super::{
@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     Movement,
-    cuda::{Blocks, CudaByTokenRoutes, CudaMoe, LINE, Plan, RouteWords},
+    cuda::{Blocks, CudaByTokenRoutes, CudaMoe, Plan, RouteWords},
     error::{MoeError, Result},
     tensors::{Name, VECTOR},
 };

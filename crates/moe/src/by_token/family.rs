@@ -1,12 +1,14 @@
 //! The families of the kernels of `notify.cuh`, `dispatch.cuh` and `combine.cuh`, and the kernels' arguments.
 
 use antiphon_device::cuda::Program;
-use antiphon_fabric::gpu::{Family, REDUCE, ROWS, Reduction, Source, kernel_call, kernels};
+use antiphon_fabric::gpu::{
+    Family, LINE, PIPELINE, REDUCE, ROWS, Reduction, Rings, Source, Stages, Staging, kernel_call, kernels,
+};
 use antiphon_operation::ReduceOp;
 use antiphon_tensor::DType;
 
 use crate::{
-    cuda::{LINE, Plan, RouteWords, THREADS},
+    cuda::{Plan, RouteWords, THREADS},
     tensors::VECTOR,
 };
 
@@ -177,7 +179,8 @@ pub(crate) struct Moving {
 
 impl Moving {
     /// Most warps send and take, one raises flags, one polls those of the peers.
-    const WARPS: Warps = Warps { rings: 7, all: 9, stages: Stages::HALF_ROWS, streams: 0, stream: 0 };
+    const WARPS: Warps =
+        Warps { rings: Rings { count: 7, stages: HALF_ROWS }, all: 9, streams: 0, stream: 0 };
 
     /// How many warps of each of `blocks` blocks send records of this size.
     pub(crate) fn senders(world_size: usize, blocks: u32, record_bytes: u32) -> u32 {
@@ -187,8 +190,8 @@ impl Moving {
             _ => 64,
         };
         // Such a record has two stages, so as many bytes are under way.
-        let is_long = record_bytes > Stages::HALF_ROWS.bytes;
-        senders(if is_long { in_all * 3 / 4 } else { in_all }, blocks, Self::WARPS.rings)
+        let is_long = record_bytes > HALF_ROWS.bytes;
+        senders(if is_long { in_all * 3 / 4 } else { in_all }, blocks, Self::WARPS.rings.count)
     }
 }
 
@@ -215,54 +218,30 @@ impl Summing {
             _ => 32,
         };
         // Some warps send, one raises flags, the others sum.
-        let rings = senders(in_all, blocks, 3);
-        let (all, streams) = (12, 12 - 1 - rings);
-        let warps = Warps { rings, all, stages: Stages::HALF_ROWS, streams, stream: 16 };
+        let rings = Rings { count: senders(in_all, blocks, 3), stages: HALF_ROWS };
+        let (all, streams) = (12, 12 - 1 - rings.count);
+        let warps = Warps { rings, all, streams, stream: 16 };
         Some(Self { reduction: Reduction::new(dtype, ReduceOp::Sum)?, staging, warps })
     }
-}
-
-/// How rows pass through a multiprocessor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Staging {
-    /// Through shared memory, by bulk copies, which GPUs have from Hopper on.
-    Bulk,
-    /// Through registers.
-    Registers,
 }
 
 /// What the warps of a block do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Warps {
     /// The first ones copy, each through a ring of stages. The next one raises their flags.
-    pub(crate) rings: u32,
+    pub(crate) rings: Rings,
     pub(crate) all: u32,
-    pub(crate) stages: Stages,
     /// Warps to which vectors stream that they sum, and how many a lane has room for.
     pub(crate) streams: u32,
     pub(crate) stream: u32,
 }
 
-/// The stages of a ring.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Stages {
-    pub(crate) count: u32,
-    pub(crate) bytes: u32,
-}
-
-impl Stages {
-    /// Half a row of bf16 of 7168, or a row of FP8 with its scales: a warp needs about a microsecond for a stage, whatever its size.
-    pub(crate) const HALF_ROWS: Self = Self { count: 2, bytes: 7424 };
-}
+/// Half a row of bf16 of 7168, or a row of FP8 with its scales: a warp needs about a microsecond for a stage, whatever its size.
+pub(crate) const HALF_ROWS: Stages = Stages { count: 2, bytes: 7424 };
 
 impl Warps {
     pub(crate) fn define(self, program: Program) -> Program {
-        program
-            .define("RINGS", self.rings)
-            .define("STAGES", self.stages.count)
-            .define("STAGE_BYTES", self.stages.bytes)
-            .define("STREAM", self.stream)
-            .define("LINE", LINE)
+        self.rings.define(program).define("STREAM", self.stream)
     }
 
     pub(crate) fn threads(self) -> u32 {
@@ -270,10 +249,7 @@ impl Warps {
     }
 
     pub(crate) fn shared_bytes(self, staging: Staging) -> u32 {
-        let stages = match staging {
-            Staging::Bulk => self.rings * self.stages.count * self.stages.bytes,
-            Staging::Registers => 0,
-        };
+        let stages = self.rings.shared_bytes(staging);
         let streams = self.streams * self.stream * 32 * VECTOR as u32;
         // The kernel begins at a line.
         if stages + streams == 0 { 0 } else { (LINE - VECTOR) as u32 + stages + streams }
@@ -317,8 +293,6 @@ pub(crate) use family;
 const NOTIFY: Source =
     Source { name: "by_token/kernels/notify.cuh", text: include_str!("kernels/notify.cuh") };
 /// The rows' way between the tensors of the ranks.
-pub(crate) const PIPELINE: Source =
-    Source { name: "by_token/kernels/pipeline.cuh", text: include_str!("kernels/pipeline.cuh") };
 pub(crate) const REGION: Source =
     Source { name: "by_token/kernels/region.cuh", text: include_str!("kernels/region.cuh") };
 pub(crate) const SUMS: Source =

@@ -19,7 +19,7 @@ use std::{
 use antiphon_device::cuda::{Context, Event, PinnedMemory, StreamRef};
 use antiphon_fabric::{
     Communicator, Signature,
-    gpu::{Family, Grid, Kernel as _, Launch, OnFailure, Pieces, Tenant, UntilIdle, Work},
+    gpu::{Family, Grid, Kernel as _, LINE, Launch, OnFailure, Pieces, Staging, Tenant, UntilIdle, Work},
 };
 use antiphon_tensor::Device;
 
@@ -30,15 +30,12 @@ pub(crate) use crate::words::RouteWords;
 
 use crate::{
     MoeConfig, Movement, Multiprocessors,
-    by_token::family::{Moving, Notifying, Staging},
+    by_token::family::{Moving, Notifying},
     error::{MoeError, Result, refused},
     layout::{MAX_LOCAL_EXPERTS, cuda::Counting},
     pool::Pool,
     slots::cuda::CudaSlots,
 };
-
-/// Records in the region begin at multiples of this: a copy between GPUs that straddles lines of the cache takes half as long again.
-pub(crate) const LINE: usize = 128;
 
 /// The threads of a block: one block for each multiprocessor.
 pub(crate) const THREADS: u32 = 512;
@@ -88,7 +85,7 @@ impl CudaMoe {
         if config.region_bytes > 0 {
             tenant.load_together(comm, Counting)?;
             tenant.load_together(comm, Notifying)?;
-            tenant.load_together(comm, Moving { staging: staging(&tenant) })?;
+            tenant.load_together(comm, Moving { staging: Staging::of(&tenant) })?;
         }
         let slots = config.slots.map(|most| CudaSlots::new(comm, context, most)).transpose()?;
         let words = 1 + comm.world_size() * (3 + comm.world_size()) + MAX_LOCAL_EXPERTS;
@@ -185,7 +182,7 @@ impl CudaMoe {
 
     /// The way that rows pass through a multiprocessor of this GPU.
     pub(crate) fn staging(&self) -> Staging {
-        staging(&self.tenant)
+        Staging::of(&self.tenant)
     }
 
     /// Bytes of the region of each rank.
@@ -270,9 +267,4 @@ fn check_num_sms(call: &'static str, num_sms: u32, most: u32) -> Result<()> {
         true => Ok(()),
         false => Err(refused(call, format!("{num_sms} multiprocessors; kernels may use {most}"))),
     }
-}
-
-/// Clusters came with bulk copies.
-fn staging(tenant: &Tenant) -> Staging {
-    if tenant.has_clusters() { Staging::Bulk } else { Staging::Registers }
 }
