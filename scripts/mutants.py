@@ -79,6 +79,7 @@ REGISTERED = [
 ]
 PLANS = ["graphs::graphs_replay_between_eager_calls_on_2", "back_to_back::rows_of_calls_have_the_hosts_bits_on_2"]
 FAMILIES = [
+    ("fabric/src/gpu/pipeline", "moe", MANY + ROWS + BY_EXPERT),
     ("fabric/src/gpu/*", "collectives", ["fusion::rows_of_one_vector", OPERATIONS, "faults::a_rank_that_leaves_is_named_long_before_the_deadline"]),
     ("collectives/src/fusion/gpu/*", "collectives", ["fusion::what_blocks_keep_serves_several_rows_on_2_gpus", *FUSED]),
     (
@@ -104,7 +105,7 @@ FAMILIES = [
     ),
     ("collectives/src/gather_scatter/**/*", "collectives", [OPERATIONS, "orders::a_receive_delays_no_send_on_2_gpus"]),
     ("collectives/src/all_reduce/*", "collectives", REGISTERED),
-    ("moe/src/by_token/kernels/[pr]*", "moe", MANY + ROWS + BY_EXPERT),
+    ("moe/src/by_token/kernels/r*", "moe", MANY + ROWS + BY_EXPERT),
     ("moe/src/by_token/kernels/*", "moe", [GRAPH, *ROWS]),
     ("moe/src/by_expert/kernels/list", "moe", [BY_EXPERT_GRAPH, "by_expert::by_expert_choices_are_listed_in_turns_on_2_gpus"]),
     ("moe/src/by_expert/**/*", "moe", MANY + BY_EXPERT),
@@ -116,8 +117,8 @@ FAMILIES = [
     ),
     ("executor/src/cuda/*", "executor", ["every_operation_has_the_hosts_bits_on_3", *PLANS, "inputs_are_those_of_their_streams_on_2"]),
 ]
-"""Of kernels, by the first of these patterns that has their file: the package and the tests that run them. The form by expert has the rings and
-the pipeline of the form by token."""
+"""Of kernels, by the first of these patterns that has their file: the package and the tests that run them. The form by expert has the rings of
+the form by token."""
 
 PACKAGES = sorted({package for _, package, _ in FAMILIES} | {"fabric"})
 """Those whose kernels all have a family."""

@@ -187,12 +187,10 @@ impl Shapes {
         let mut text = format!(
             "constexpr bool IS_COPIED = {is_copied};\nconstexpr u32 MOST_STEPS = {steps}, MOST_ITEMS = {items}, HALVES = {HALVES};\n\n"
         );
-        text += concat!(
-            include_str!("compiled.cuh"),
-            include_str!("data.cuh"),
-            include_str!("side_by_side.cuh"),
-            include_str!("begin.cuh")
-        );
+        for (name, source) in CALLED {
+            write!(text, "#line 1 \"{name}\"\n{source}").expect("a string takes all");
+        }
+        text += "#line 1 \"executor/shapes.cuh\"\n";
         for (id, shape) in self.shapes.iter().enumerate() {
             Writer::write(&mut text, id, shape);
         }
@@ -203,6 +201,14 @@ impl Shapes {
         text + "    }\n    return true;\n}\n"
     }
 }
+
+/// What the steps of a kernel call, by the names that a compiler's messages mention.
+const CALLED: [(&str, &str); 4] = [
+    ("executor/compiled.cuh", include_str!("compiled.cuh")),
+    ("executor/data.cuh", include_str!("data.cuh")),
+    ("executor/side_by_side.cuh", include_str!("side_by_side.cuh")),
+    ("executor/begin.cuh", include_str!("begin.cuh")),
+];
 
 /// What a source says of some steps.
 fn operations(steps: &[Listed]) -> Vec<Operation> {
