@@ -74,6 +74,27 @@ worlds! {
     rings_of_24_multiprocessors_end_on_3_gpus by_expert_rings_of_24_multiprocessors_end_on_3_gpus of 3: [(2, 24), (16, 24)];
 }
 
+/// A rank's blocks share out what the rank has, so ranks need not agree on how many there are; those that leave it open have other numbers
+/// when their tokens are not as many.
+#[test]
+fn ranks_differ_in_their_multiprocessors_on_3_gpus() {
+    on_gpus(3, config(3, 4, 0), |rank| {
+        let case = Case {
+            choice: Choice::Wild,
+            tokens: vec![TOKENS, 5, 33],
+            hidden: 64,
+            seed: 7,
+            ..Case::new(3, 3, 2)
+        };
+        check(rank, &case)?;
+        rank.moe.set_num_sms([1, 7, 2][rank.comm.rank()])?;
+        check(rank, &case)?;
+        let tokens = vec![TOKENS, 5, 33];
+        let case = ByExpertCase { tokens, hidden: 64, pad_multiple: None, ..ByExpertCase::new(3, 1) };
+        check_by_expert(rank, &ByExpertCase { choice: ByExpertChoice::OneIn(3), dtype: DType::F32, ..case })
+    });
+}
+
 /// Tokens that choose more experts of a rank than a warp has lanes; a receiver counts a record as read also if it drops all of its rows.
 #[test]
 fn by_expert_records_of_many_choices_make_room_on_2_gpus() {
