@@ -58,8 +58,12 @@ pub(crate) fn measure(
     hidden: usize,
     tokens: RangeInclusive<usize>,
 ) -> Result<Multiprocessors> {
-    let row = hidden * DType::BF16.size();
-    let sizes = tokens.start().max(&1) * row..=tokens.end() * row;
+    let row = hidden.checked_mul(DType::BF16.size()).filter(|row| *row > 0);
+    let Some((row, largest)) = row.and_then(|row| Some((row, row.checked_mul(*tokens.end())?))) else {
+        let problem = format!("tokens of {hidden} elements, {} of them at most", tokens.end());
+        return Err(MoeError::Refused { call: "tune", problem }.into());
+    };
+    let sizes = tokens.start().max(&1) * row..=largest;
     let mut calls: Option<Calls> = None;
     let mut chosen = Multiprocessors::default();
     for movement in MEASURED {

@@ -29,6 +29,8 @@ impl Rank {
 fn ranks_choose_the_same_measured_numbers_of_multiprocessors() {
     on_gpus(patience(), |rank| {
         let moe = rank.session.moe(MoeConfig { num_sms: 0, ..SMALL });
+        let refused = moe.tune(rank.device(), 0, 1..=1).unwrap_err().to_string();
+        assert!(refused.contains("tokens of 0 elements"), "{refused}");
         let chosen = moe.tune(rank.device(), HIDDEN, 1..=1)?;
         for movement in [Movement::Dispatch, Movement::Combine] {
             let number = chosen.of(movement, HIDDEN * 2);
